@@ -7,125 +7,52 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
-#include <deque>
 #include <exception>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "threads/waits.h"
 
 namespace gluon_syncbn {
 
-namespace {
-
-// How long a caller spins for the last units of other threads.
-constexpr std::chrono::microseconds kSpin{50};
-
-}  // namespace
-
+// Belongs to the caller of parallel_for, which waits until no other thread uses it.
 struct ThreadPool::Job {
-  const std::function<void(int64_t)>* f;
-  int64_t units;
+  const std::function<void(int64_t)>& f;
+  const int64_t units;
   std::atomic<int64_t> next{0};
-  std::atomic<int64_t> done{0};
-  std::mutex mutex;
+  // The threads that work on it. Changed with the pool's lock.
+  std::atomic<int> busy{0};
   std::condition_variable finished;
+  std::mutex mutex;
   // The message of the first unit that threw.
   std::optional<std::string> error;
 
-  // Returns how many units this finishes: one, or if it throws, also all that have not begun.
-  int64_t run(int64_t unit) {
-    try {
-      (*f)(unit);
-      return 1;
-    } catch (const std::exception& thrown) {
-      const std::lock_guard<std::mutex> lock(mutex);
-      if (!error) error = thrown.what();
-      return 1 + std::max<int64_t>(0, units - next.exchange(units));
-    }
-  }
+  Job(const std::function<void(int64_t)>& function, int64_t size) : f(function), units(size) {}
 
   // Runs units until none is left.
-  void work() {
+  void run() {
     for (int64_t unit; (unit = next++) < units;) {
-      const int64_t finished_units = run(unit);
-      if ((done += finished_units) == units) {
+      try {
+        f(unit);
+      } catch (const std::exception& thrown) {
         const std::lock_guard<std::mutex> lock(mutex);
-        finished.notify_all();
+        if (!error) error = thrown.what();
+        next = units;
       }
     }
   }
-
-  int64_t left() const { return std::max<int64_t>(0, units - next); }
 };
 
-struct ThreadPool::State {
-  using Lock = std::unique_lock<std::mutex>;
-
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<std::shared_ptr<Job>> jobs;
-  bool stopping = false;
-  // How many threads may work at a time, and how many do now: callers and threads of the pool.
-  int max_busy;
-  int busy = 0;
-  int asleep = 0;
-  std::vector<std::thread> threads;
-
-  explicit State(int size) : max_busy(size) {}
-
-  bool can_work() const { return busy < max_busy && !jobs.empty(); }
-
-  // After a change: releases the lock, and wakes threads if more units are left than this thread
-  // takes. It wakes two at most, as each of them wakes others in turn.
-  void notify(Lock* lock, int64_t taken = 0) {
-    constexpr int kMost = 2;
-    int64_t wanted = -taken;
-    for (const auto& job : jobs) wanted += std::min<int64_t>(job->left(), max_busy);
-    wanted = std::min<int64_t>({wanted, asleep, max_busy - busy, kMost});
-    lock->unlock();
-    for (; wanted > 0; --wanted) changed.notify_one();
-  }
-
-  // Works on the oldest job, with the lock released.
-  void work(Lock* lock) {
-    if (!can_work()) return;
-    const std::shared_ptr<Job> job = jobs.front();
-    if (job->left() == 0) return jobs.pop_front();
-    ++busy;
-    notify(lock, 1);
-    job->work();
-    lock->lock();
-    --busy;
-  }
-
-  void serve() {
-    Lock lock(mutex);
-    while (true) {
-      ++asleep;
-      changed.wait(lock, [this] { return stopping || can_work(); });
-      --asleep;
-      if (stopping) return;
-      work(&lock);
-    }
-  }
-};
-
-ThreadPool::ThreadPool(int threads) : state_(new State(threads)) {
+ThreadPool::ThreadPool(int threads) : threads_(threads) {
   for (int i = 1; i < threads; ++i) {
     try {
-      state_->threads.emplace_back([state = state_.get()] { state->serve(); });
+      workers_.emplace_back([this] { serve(); });
     } catch (const std::exception&) {
       // The system refuses another thread.
-      const State::Lock lock(state_->mutex);
-      state_->max_busy = i;
+      const Lock lock(mutex_);
+      threads_ = i;
       break;
     }
   }
@@ -133,44 +60,62 @@ ThreadPool::ThreadPool(int threads) : state_(new State(threads)) {
 
 ThreadPool::~ThreadPool() {
   {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->stopping = true;
+    const Lock lock(mutex_);
+    stopping_ = true;
   }
-  state_->changed.notify_all();
-  for (std::thread& thread : state_->threads) thread.join();
+  changed_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
 }
 
-int ThreadPool::threads() const { return state_->max_busy; }
+void ThreadPool::serve() {
+  Lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return stopping_ || (busy_ < threads_ && !jobs_.empty()); });
+    if (stopping_) return;
+    work(jobs_.front(), &lock);
+  }
+}
+
+// Works on a job until none of its units is left, with the lock released.
+void ThreadPool::work(Job* job, Lock* lock) {
+  ++busy_;
+  ++job->busy;
+  unlock_and_wake(lock);
+  job->run();
+  lock->lock();
+  jobs_.remove(job);
+  --busy_;
+  if (--job->busy == 0) job->finished.notify_one();
+}
+
+// Wakes threads if more units are left than this one takes: two at most, as each wakes others.
+void ThreadPool::unlock_and_wake(Lock* lock) {
+  constexpr int64_t kMost = 2;
+  int64_t wanted = -1;
+  for (const Job* job : jobs_) {
+    wanted += std::clamp<int64_t>(job->units - job->next, 0, threads_);
+  }
+  wanted = std::min<int64_t>({wanted, threads_ - busy_, kMost});
+  lock->unlock();
+  for (; wanted > 0; --wanted) changed_.notify_one();
+}
 
 void ThreadPool::parallel_for(int64_t units, const std::function<void(int64_t)>& f) {
-  if (units <= 1 || threads() == 1) {
+  if (units <= 1 || threads_ == 1) {
     for (int64_t unit = 0; unit < units; ++unit) f(unit);
     return;
   }
-  const auto job = std::make_shared<Job>();
-  job->f = &f;
-  job->units = units;
-  {
-    State::Lock lock(state_->mutex);
-    state_->jobs.push_back(job);
-    ++state_->busy;
-    state_->notify(&lock, 1);
-  }
-  job->work();
-  {
-    State::Lock lock(state_->mutex);
-    --state_->busy;
-    const auto mine = std::find(state_->jobs.begin(), state_->jobs.end(), job);
-    if (mine != state_->jobs.end()) state_->jobs.erase(mine);
-    state_->notify(&lock);
-  }
-  // A thread that still holds the job finds no unit left and does not call f.
-  const auto finished = [&] { return job->done == job->units; };
-  if (!spin_until(finished, kSpin)) {
-    State::Lock lock(job->mutex);
-    job->finished.wait(lock, finished);
-  }
-  if (job->error) throw std::runtime_error(*job->error);
+  Job job(f, units);
+  const auto finished = [&] { return job.busy == 0; };
+  Lock lock(mutex_);
+  jobs_.push_back(&job);
+  work(&job, &lock);
+  unlock_and_wake(&lock);
+  // For the last units of other threads, as waking this one often takes longer.
+  spin_until(finished, std::chrono::microseconds(50));
+  lock.lock();
+  job.finished.wait(lock, finished);
+  if (job.error) throw std::runtime_error(*job.error);
 }
 
 int default_threads() {

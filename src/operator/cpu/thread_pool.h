@@ -6,9 +6,13 @@
 #ifndef GLUON_SYNCBN_CPU_THREAD_POOL_H_
 #define GLUON_SYNCBN_CPU_THREAD_POOL_H_
 
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <memory>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 namespace gluon_syncbn {
 
@@ -19,7 +23,7 @@ class ThreadPool {
   ~ThreadPool();
 
   // Including the caller of parallel_for.
-  int threads() const;
+  int threads() const { return threads_; }
 
   // Calls f(0), ..., f(units - 1), each once, in any order, on this thread and idle ones. After an
   // exception no more calls begin; the first one's message is thrown as a std::runtime_error when
@@ -28,8 +32,19 @@ class ThreadPool {
 
  private:
   struct Job;
-  struct State;
-  std::unique_ptr<State> state_;
+  using Lock = std::unique_lock<std::mutex>;
+
+  void serve();
+  void work(Job* job, Lock* lock);
+  void unlock_and_wake(Lock* lock);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::list<Job*> jobs_;
+  bool stopping_ = false;
+  // How many threads may work at a time, and how many do now: callers and threads of the pool.
+  int threads_, busy_ = 0;
+  std::vector<std::thread> workers_;
 };
 
 // The pool of the kernels, which at first has default_threads() threads.
