@@ -41,11 +41,11 @@ WriteMode write_mode_of(WriteMode mode, View view, const void* to,
   return mode;
 }
 
-// Calls f(begin, end) for ranges that cover 0..items. An item has `values` values.
+// Calls f(begin, end) for ranges that cover 0..items, which have `values` values.
 template <typename F>
 void for_ranges(int64_t items, int64_t values, const F& f) {
   const int64_t units =
-      std::clamp<int64_t>(items * values / kValuesPerUnit, 1, std::max<int64_t>(items, 1));
+      std::clamp<int64_t>(values / kValuesPerUnit, 1, std::max<int64_t>(items, 1));
   thread_pool().parallel_for(units, [&](int64_t unit) {
     f(items * unit / units, items * (unit + 1) / units);
 #if defined(__x86_64__)
@@ -54,114 +54,77 @@ void for_ranges(int64_t items, int64_t values, const F& f) {
   });
 }
 
-// sums[c] = the sum over the parts of channel c. f(c, c_end, begin, end, sums) adds the parts
-// begin..end of channels c..c_end, where c is a multiple of `width`. If there are few groups of
-// `width` channels, they are divided into pieces, so that there are about two units for each
-// thread.
+// Channels begin..end: all of them, with values for all threads, or, with S > 1, some that one
+// thread has for itself.
+struct Range {
+  int64_t begin, end, shared_values;
+
+  static Range all(View view) { return {0, view.C, view.size()}; }
+  int64_t size() const { return end - begin; }
+};
+
+// Calls f(range) for ranges of channels that a thread each sums and writes, or for all of them.
+// Forward then accesses memory twice instead of three times, which is worth it as long as threads
+// idle for at most a third of the time.
 template <typename F>
-void sum_channels(View view, int64_t width, int64_t parts, ChannelSums* sums, const F& f) {
-  const int64_t groups = (view.C + width - 1) / width;
+void for_channels(View view, const F& f) {
+  const int64_t units = view.size() / kValuesPerUnit;
+  const int64_t threads = std::clamp<int64_t>(units, 1, thread_pool().threads());
+  const int64_t most = (view.C + threads - 1) / threads;
+  if (view.S == 1 || 3 * view.C < 2 * most * threads) return f(Range::all(view));
+  for_ranges(view.C, view.size(), [&](int64_t begin, int64_t end) { f(Range{begin, end, 0}); });
+}
+
+// Sums of the channels of a range: f(c, chunks, width, sums) adds those of some chunks of channels
+// c..c + width. If there are few such groups of channels, their chunks are divided into pieces, so
+// that there are about two units for each thread.
+template <typename F>
+void sum_channels(View view, Range range, ChannelSums* sums, const F& f) {
+  const Chunks all = Chunks::of(view);
+  int64_t width = kPlanes;
+  if (view.S == 1) {
+    // Blocks of about the same width, in whole vectors.
+    const int64_t blocks = (view.C + kBlock - 1) / kBlock;
+    width = blocks == 1 ? view.C : ((view.C + blocks - 1) / blocks + 7) / 8 * 8;
+  }
+  const int64_t groups = (range.size() + width - 1) / width;
   const int64_t threads = thread_pool().threads();
-  const int64_t units = std::min(2 * threads, view.size() / kValuesPerUnit);
+  const int64_t units = std::min(2 * threads, range.shared_values / kValuesPerUnit);
   const int64_t pieces =
       groups % threads == 0
           ? 1
-          : std::clamp<int64_t>((units + groups - 1) / groups, 1, std::max<int64_t>(parts, 1));
-  std::fill(sums, sums + view.C, ChannelSums());
-  std::vector<ChannelSums> more((pieces - 1) * view.C);
-  const auto end_of = [&](int64_t group) { return std::min(group * width, view.C); };
-  if (pieces == 1) {
-    for_ranges(groups, view.size() / groups, [&](int64_t begin, int64_t end) {
-      f(begin * width, end_of(end), int64_t{0}, parts, sums);
-    });
-  } else {
-    thread_pool().parallel_for(groups * pieces, [&](int64_t unit) {
-      const int64_t group = unit / pieces, piece = unit % pieces;
-      f(group * width, end_of(group + 1), parts * piece / pieces, parts * (piece + 1) / pieces,
-        piece == 0 ? sums : &more[(piece - 1) * view.C]);
-    });
-  }
-  for (size_t i = 0; i < more.size(); ++i) sums[i % view.C].add(more[i]);
+          : std::clamp<int64_t>((units + groups - 1) / groups, 1, std::max<int64_t>(all.end, 1));
+  std::fill(sums, sums + range.size(), ChannelSums());
+  std::vector<ChannelSums> more((pieces - 1) * range.size());
+  for_ranges(groups * pieces, range.shared_values, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t first = unit / pieces * width, piece = unit % pieces;
+      Chunks part = all;
+      part.begin = all.end * piece / pieces;
+      part.end = all.end * (piece + 1) / pieces;
+      f(range.begin + first, part, std::min(width, range.size() - first),
+        first + (piece == 0 ? sums : &more[(piece - 1) * range.size()]));
+    }
+  });
+  for (size_t i = 0; i < more.size(); ++i) sums[i % range.size()].add(more[i]);
 }
 
-// Calls f(c, width) for groups of kPlanes channels of begin..end.
+// Calls f(offset, c) for the planes of a range.
 template <typename F>
-void for_groups(int64_t begin, int64_t end, const F& f) {
-  for (int64_t c = begin; c < end; c += kPlanes) f(c, std::min(kPlanes, end - c));
-}
-
-// S > 1: calls f(c, chunks, width, sums) for groups of channels.
-template <typename F>
-void sum_planes(View view, ChannelSums* sums, const F& f) {
-  PlaneChunks all = PlaneChunks::of(view);
-  sum_channels(view, kPlanes, all.end, sums,
-               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
-                 PlaneChunks part = all;
-                 part.begin = begin, part.end = end;
-                 for_groups(c_begin, c_end,
-                            [&](int64_t c, int64_t width) { f(c, part, width, to + c); });
-               });
-}
-
-// S = 1: calls f(c, offset, rows, width, sums) for blocks of channels.
-template <typename F>
-void sum_rows(View view, ChannelSums* sums, const F& f) {
-  sum_channels(view, kRow, view.N, sums,
-               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
-                 for (int64_t c = c_begin; c < c_end; c += kRow) {
-                   f(c, begin * view.C + c, end - begin, std::min(kRow, c_end - c), to + c);
-                 }
-               });
-}
-
-// S = 1, R > 1: calls f(c, parts, width, sums) for blocks of channels and parts of the samples.
-template <typename F>
-void sum_samples(View view, ChannelSums* sums, const F& f) {
-  // Blocks of about the same width, in whole vectors.
-  const int64_t blocks = (view.C + kBlock - 1) / kBlock;
-  const int64_t width = blocks == 1 ? view.C : ((view.C + blocks - 1) / blocks + 7) / 8 * 8;
-  const int64_t chunks = (view.R + kChunk - 1) / kChunk;
-  sum_channels(view, width, view.N / view.R * chunks, sums,
-               [&](int64_t c_begin, int64_t c_end, int64_t begin, int64_t end, ChannelSums* to) {
-                 const SampleRows parts{view.R, view.C, chunks, begin, end};
-                 for (int64_t c = c_begin; c < c_end; c += width) {
-                   f(c, parts, std::min(width, c_end - c), to + c);
-                 }
-               });
-}
-
-// Calls f(offset, c) for all planes.
-template <typename F>
-void for_each_plane(View view, const F& f) {
-  for_ranges(view.N * view.C, view.S, [&](int64_t begin, int64_t end) {
-    for (int64_t plane = begin; plane < end; ++plane) f(plane * view.S, plane % view.C);
+void for_planes(View view, Range range, const F& f) {
+  for_ranges(view.N * range.size(), range.shared_values, [&](int64_t begin, int64_t end) {
+    for (int64_t plane = begin; plane < end; ++plane) {
+      const int64_t c = range.begin + plane % range.size();
+      f((plane / range.size() * view.C + c) * view.S, c);
+    }
   });
 }
 
 // S = 1: calls f(offset, n) for the n values of groups of rows.
 template <typename F>
 void for_rows(View view, const F& f) {
-  for_ranges(view.N, view.C,
+  for_ranges(view.N, view.size(),
              [&](int64_t begin, int64_t end) { f(begin * view.C, (end - begin) * view.C); });
-}
-
-template <typename T>
-void forward_sums(View view, const void* data, ChannelSums* sums) {
-  const T* x = static_cast<const T*>(data);
-  if (view.S == 1 && view.R > 1) {
-    sum_samples(view, sums,
-                [&](int64_t c, const SampleRows& parts, int64_t width, ChannelSums* to) {
-                  loops<T>().forward_samples(x + c, parts, width, to);
-                });
-  } else if (view.S == 1) {
-    sum_rows(view, sums, [&](int64_t, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
-      loops<T>().forward_rows(x + at, n, view.C, width, to);
-    });
-  } else {
-    sum_planes(view, sums, [&](int64_t c, const PlaneChunks& part, int64_t width, ChannelSums* to) {
-      loops<T>().forward_planes(x + c * view.S, part, width, to);
-    });
-  }
 }
 
 // Adds an offset. Null stays null.
@@ -183,17 +146,24 @@ Normalize<Arithmetic<T>> normalize_of(const Part& p, const Statistics& s, int64_
                                       static_cast<const Arithmetic<T>*>(p.beta)[c]);
 }
 
+// The sums of a range's first channel and those after it.
 template <typename T>
-WriteMode write_mode_of(const ForwardShard& p) {
-  return write_mode_of<T>(p.mode, p.view, p.y, {p.x, p.residual});
+void forward_sums(View view, Range range, const void* x, ChannelSums* sums) {
+  const Sources<T> from{nullptr, static_cast<const T*>(x), nullptr, 0};
+  const auto add = view.S == 1 ? loops<T>().forward_rows : loops<T>().forward_planes;
+  sum_channels(view, range, sums, [&](int64_t c, const Chunks& chunks, int64_t width, auto* to) {
+    add(from, c * view.S, chunks, width, nullptr, nullptr, to);
+  });
 }
 
 template <typename T>
-void forward(const ForwardShard& p, const Statistics* s) {
+void forward(const ForwardShard& p, Range range, const Statistics* s) {
   const View& view = p.view;
-  const WriteMode mode = write_mode_of<T>(p);
-  std::vector<Normalize<Arithmetic<T>>> coefficients(view.C);
-  for (int64_t c = 0; c < view.C; ++c) coefficients[c] = normalize_of<T>(p, s[c], c);
+  const WriteMode mode = write_mode_of<T>(p.mode, view, p.y, {p.x, p.residual});
+  std::vector<Normalize<Arithmetic<T>>> coefficients;
+  for (int64_t c = range.begin; c < range.end; ++c) {
+    coefficients.push_back(normalize_of<T>(p, s[c], c));
+  }
   const T* const x = static_cast<const T*>(p.x);
   T* const y = static_cast<T*>(p.y);
   if (view.S == 1) {
@@ -203,39 +173,47 @@ void forward(const ForwardShard& p, const Statistics* s) {
                                 y + at, mode);
     });
   } else {
-    for_each_plane(view, [&](int64_t at, int64_t c) {
-      loops<T>().normalize(x + at, at_offset<T>(p.residual, at), view.S, coefficients[c],
-                           p.epilogue, y + at, mode);
+    for_planes(view, range, [&](int64_t at, int64_t c) {
+      loops<T>().normalize(x + at, at_offset<T>(p.residual, at), view.S,
+                           coefficients[c - range.begin], p.epilogue, y + at, mode);
     });
   }
 }
 
-// The arguments of the backward loops for channels begin..end of a shard.
 template <typename T>
-class BackwardChannels {
+void forward_alone(const ForwardShard& p, double epsilon, Statistics* s) {
+  const double count = static_cast<double>(p.view.N * p.view.S);
+  for_channels(p.view, [&](Range range) {
+    std::vector<ChannelSums> sums(range.size());
+    forward_sums<T>(p.view, range, p.x, sums.data());
+    for (int64_t c = range.begin; c < range.end; ++c) {
+      s[c] = batch_statistics(sums[c - range.begin], count, epsilon);
+    }
+    if (p.y) forward<T>(p, range, s);
+  });
+}
+
+// Backward for a range of channels.
+template <typename T>
+class Backward {
  public:
   using A = Arithmetic<T>;
-  const Sources<T> sources;
-  const Results<T> results;
 
-  BackwardChannels(const BackwardShard& p, const Statistics* s, int64_t begin, int64_t end)
-      : sources{static_cast<const T*>(p.dy), static_cast<const T*>(p.x),
-                static_cast<const T*>(p.epilogue.activation == Activation::kNone ? nullptr
-                                      : p.y                                      ? p.y
-                                                                                 : p.x),
-                p.from_y() ? static_cast<A>(1 / p.epilogue.slope) : A{0}},
-        results{static_cast<T*>(p.dx), write_mode_of<T>(p.mode, p.view, p.dx, {p.dy, p.x, p.y}),
-                static_cast<T*>(p.dresidual),
-                write_mode_of<T>(p.residual_mode, p.view, p.dresidual, {p.dy, p.x, p.y})},
-        shard_(p),
+  Backward(const BackwardShard& p, Range range, const Statistics* s)
+      : shard_(p),
+        range_(range),
         statistics_(s),
-        begin_(begin) {
-    for (int64_t c = begin; c < end; ++c) {
+        sources_{static_cast<const T*>(p.dy), static_cast<const T*>(p.x),
+                 static_cast<const T*>(p.epilogue.activation == Activation::kNone ? nullptr
+                                       : p.y                                      ? p.y
+                                                                                  : p.x),
+                 p.from_y() ? static_cast<A>(1 / p.epilogue.slope) : A{0}} {
+    for (int64_t c = range.begin; c < range.end; ++c) {
       if (p.from_y()) {
         of_z_.push_back(
             statistics_of_normalized(gamma_of<T>(p, c), static_cast<const A*>(p.beta)[c]));
       }
-      if (!sources.gate) {
+      if (!sources_.gate) {
         gates_.emplace_back();
       } else if (p.y) {
         gates_.push_back(Gate<A>::of_y(p.epilogue.slope));
@@ -246,155 +224,82 @@ class BackwardChannels {
     }
   }
 
-  bool has_results() const { return results.dx || results.dresidual; }
-  // For channel c and the channels after it.
-  const Statistics* statistics(int64_t c) const {
-    return of_z_.empty() ? statistics_ + c : &of_z_[c - begin_];
+  void sum() const {
+    const View& view = shard_.view;
+    const auto add = view.S == 1 ? loops<T>().backward_rows : loops<T>().backward_planes;
+    const auto sum = [&](int64_t c, const Chunks& chunks, int64_t width, ChannelSums* to) {
+      add(sources_, c * view.S, chunks, width, statistics(c), gates(c), to);
+    };
+    sum_channels(view, range_, shard_.sums + range_.begin, sum);
   }
-  const Gate<A>* gates(int64_t c) const { return &gates_[c - begin_]; }
-  const std::vector<Gate<A>>& all_gates() const { return gates_; }
-  InputGradient<A> input_gradient(int64_t c, const ChannelSums& sums, double count) const {
-    const double factor = gamma_of<T>(shard_, c) * statistics_[c].inv_std;
-    return InputGradient<A>::of(*statistics(c), factor, sums.first.value(), sums.second.value(),
-                                count);
+
+  // The input gradient, and that of the residual.
+  void write(const ChannelSums* sums, double count) const {
+    const BackwardShard& p = shard_;
+    const View& view = p.view;
+    const auto mode_of = [&](WriteMode mode, const void* to) {
+      return write_mode_of<T>(mode, view, to, {p.dy, p.x, p.y});
+    };
+    const Results<T> results{static_cast<T*>(p.dx), mode_of(p.mode, p.dx),
+                             static_cast<T*>(p.dresidual), mode_of(p.residual_mode, p.dresidual)};
+    std::vector<InputGradient<A>> coefficients;
+    for (int64_t c = range_.begin; c < range_.end; ++c) {
+      const double factor = gamma_of<T>(p, c) * statistics_[c].inv_std;
+      coefficients.push_back(InputGradient<A>::of(*statistics(c), factor, sums[c].first.value(),
+                                                  sums[c].second.value(), count));
+    }
+    if (view.S == 1) {
+      const GradientColumns<T> columns(coefficients, view.N);
+      const GateColumns<T> gates(gates_, view.N);
+      for_rows(view, [&](int64_t at, int64_t n) {
+        loops<T>().input_gradient_rows(sources_, at, n, columns, gates, results);
+      });
+    } else {
+      for_planes(view, range_, [&](int64_t at, int64_t c) {
+        loops<T>().input_gradient(sources_, at, view.S, coefficients[c - range_.begin], *gates(c),
+                                  results);
+      });
+    }
   }
 
  private:
+  // For channel c and the channels after it.
+  const Statistics* statistics(int64_t c) const {
+    return of_z_.empty() ? statistics_ + c : &of_z_[c - range_.begin];
+  }
+  const Gate<A>* gates(int64_t c) const { return &gates_[c - range_.begin]; }
+
   const BackwardShard& shard_;
+  const Range range_;
   const Statistics* const statistics_;
-  const int64_t begin_;
+  const Sources<T> sources_;
   std::vector<Statistics> of_z_;
   std::vector<Gate<A>> gates_;
 };
 
 template <typename T>
-void backward_sums(const BackwardShard& p, const Statistics* s) {
-  const View& view = p.view;
-  const BackwardChannels<T> channels(p, s, 0, view.C);
-  const Sources<T>& from = channels.sources;
-  if (view.S == 1 && view.R > 1) {
-    sum_samples(view, p.sums,
-                [&](int64_t c, const SampleRows& parts, int64_t width, ChannelSums* to) {
-                  loops<T>().backward_samples(from, c, parts, width, channels.statistics(c),
-                                              channels.gates(c), to);
-                });
-  } else if (view.S == 1) {
-    sum_rows(view, p.sums, [&](int64_t c, int64_t at, int64_t n, int64_t width, ChannelSums* to) {
-      loops<T>().backward_rows(from, at, n, view.C, width, channels.statistics(c),
-                               channels.gates(c), to);
-    });
-  } else {
-    sum_planes(view, p.sums,
-               [&](int64_t c, const PlaneChunks& part, int64_t width, ChannelSums* to) {
-                 loops<T>().backward_planes(from, c * view.S, part, width, channels.statistics(c),
-                                            channels.gates(c), to);
-               });
-  }
-}
-
-template <typename T>
-void backward(const BackwardShard& p, const Statistics* s, const ChannelSums* sums, double count) {
-  const View& view = p.view;
-  const BackwardChannels<T> channels(p, s, 0, view.C);
-  std::vector<InputGradient<Arithmetic<T>>> coefficients(view.C);
-  for (int64_t c = 0; c < view.C; ++c) {
-    coefficients[c] = channels.input_gradient(c, sums[c], count);
-  }
-  if (view.S == 1) {
-    const GradientColumns<T> columns(coefficients, view.N);
-    const GateColumns<T> gates(channels.all_gates(), view.N);
-    for_rows(view, [&](int64_t at, int64_t n) {
-      loops<T>().input_gradient_rows(channels.sources, at, n, columns, gates, channels.results);
-    });
-  } else {
-    for_each_plane(view, [&](int64_t at, int64_t c) {
-      loops<T>().input_gradient(channels.sources, at, view.S, coefficients[c], *channels.gates(c),
-                                channels.results);
-    });
-  }
-}
-
-// Whether to divide the channels among the threads, so that a thread computes both the sums and the
-// results of a channel. Forward then accesses memory twice instead of three times, which is worth
-// it as long as threads idle for at most a third of the time.
-bool by_channels(View view) {
-  const int64_t units = view.size() / kValuesPerUnit;
-  const int64_t threads = std::clamp<int64_t>(units, 1, thread_pool().threads());
-  const int64_t most = (view.C + threads - 1) / threads;
-  return view.S > 1 && 3 * view.C >= 2 * most * threads;
-}
-
-// Calls f(c, offset) for the planes of channels c_begin..c_end.
-template <typename F>
-void for_planes(View view, int64_t c_begin, int64_t c_end, const F& f) {
-  for (int64_t n = 0; n < view.N; ++n) {
-    for (int64_t c = c_begin; c < c_end; ++c) f(c, (n * view.C + c) * view.S);
-  }
-}
-
-template <typename T>
-void forward_alone(const ForwardShard& p, double epsilon, Statistics* statistics) {
-  const View& view = p.view;
-  const double count = static_cast<double>(view.N * view.S);
-  if (!by_channels(view)) {
-    std::vector<ChannelSums> sums(view.C);
-    forward_sums<T>(view, p.x, sums.data());
-    for (int64_t c = 0; c < view.C; ++c) statistics[c] = batch_statistics(sums[c], count, epsilon);
-    if (p.y) forward<T>(p, statistics);
-    return;
-  }
-  const T* const x = static_cast<const T*>(p.x);
-  T* const y = static_cast<T*>(p.y);
-  const WriteMode mode = write_mode_of<T>(p);
-  for_ranges(view.C, view.N * view.S, [&](int64_t begin, int64_t end) {
-    std::vector<ChannelSums> sums(end - begin);
-    for_groups(begin, end, [&](int64_t c, int64_t width) {
-      loops<T>().forward_planes(x + c * view.S, PlaneChunks::of(view), width, &sums[c - begin]);
-    });
-    std::vector<Normalize<Arithmetic<T>>> coefficients(end - begin);
-    for (int64_t c = begin; c < end; ++c) {
-      statistics[c] = batch_statistics(sums[c - begin], count, epsilon);
-      coefficients[c - begin] = normalize_of<T>(p, statistics[c], c);
-    }
-    if (!y) return;
-    for_planes(view, begin, end, [&](int64_t c, int64_t at) {
-      loops<T>().normalize(x + at, at_offset<T>(p.residual, at), view.S, coefficients[c - begin],
-                           p.epilogue, y + at, mode);
-    });
+void backward_alone(const BackwardShard& p, const Statistics* s) {
+  for_channels(p.view, [&](Range range) {
+    const Backward<T> channels(p, range, s);
+    channels.sum();
+    if (p.dx || p.dresidual) channels.write(p.sums, static_cast<double>(p.view.N * p.view.S));
   });
 }
 
 template <typename T>
-void backward_alone(const BackwardShard& p, const Statistics* statistics) {
-  const View& view = p.view;
-  const double count = static_cast<double>(view.N * view.S);
-  if (!by_channels(view)) {
-    backward_sums<T>(p, statistics);
-    if (p.dx || p.dresidual) backward<T>(p, statistics, p.sums, count);
-    return;
-  }
-  for_ranges(view.C, view.N * view.S, [&](int64_t begin, int64_t end) {
-    const BackwardChannels<T> channels(p, statistics, begin, end);
-    std::fill(p.sums + begin, p.sums + end, ChannelSums());
-    for_groups(begin, end, [&](int64_t c, int64_t width) {
-      loops<T>().backward_planes(channels.sources, c * view.S, PlaneChunks::of(view), width,
-                                 channels.statistics(c), channels.gates(c), p.sums + c);
-    });
-    if (!channels.has_results()) return;
-    std::vector<InputGradient<Arithmetic<T>>> coefficients(end - begin);
-    for (int64_t c = begin; c < end; ++c) {
-      coefficients[c - begin] = channels.input_gradient(c, p.sums[c], count);
-    }
-    for_planes(view, begin, end, [&](int64_t c, int64_t at) {
-      loops<T>().input_gradient(channels.sources, at, view.S, coefficients[c - begin],
-                                *channels.gates(c), channels.results);
-    });
-  });
-}
-
-template <typename T>
-constexpr Kernels kCpuKernels{forward_sums<T>, forward<T>,       backward_sums<T>,
-                              backward<T>,     forward_alone<T>, backward_alone<T>};
+constexpr Kernels kCpuKernels{
+    [](View view, const void* x, ChannelSums* sums) {
+      forward_sums<T>(view, Range::all(view), x, sums);
+    },
+    [](const ForwardShard& p, const Statistics* s) { forward<T>(p, Range::all(p.view), s); },
+    [](const BackwardShard& p, const Statistics* s) {
+      Backward<T>(p, Range::all(p.view), s).sum();
+    },
+    [](const BackwardShard& p, const Statistics* s, const ChannelSums* sums, double count) {
+      Backward<T>(p, Range::all(p.view), s).write(sums, count);
+    },
+    forward_alone<T>,
+    backward_alone<T>};
 
 }  // namespace
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "numerics/shards.h"
@@ -25,27 +26,19 @@
 namespace gluon_syncbn {
 namespace {
 
-// Values of a plane that are summed in double before they enter a Sum3.
+// Values of a channel in a sample that are summed in double before they enter a Sum3.
 constexpr int64_t kChunk = 2048;
-// S = 1: channels per block, with R = 1 (kRow) and R > 1 (kBlock).
-constexpr int64_t kRow = 64, kBlock = 512;
-// S > 1: channels whose sums are added to Sum3 at a time.
-constexpr int64_t kPlanes = 8;
+// Channels whose sums are added to Sum3 at a time: planes (S > 1), and the most with S = 1.
+constexpr int64_t kPlanes = 8, kBlock = 512;
 
-// S = 1: samples of `rows` rows, `stride` values apart. The rows of a sample are summed in `chunks`
-// chunks; begin..end is a range of chunks, counted through all samples.
-struct SampleRows {
-  int64_t rows, stride, chunks, begin, end;
-};
+// The chunks of a channel. In each sample it has `length` values, `step` apart, and the samples are
+// `sample` values apart. begin..end is a range of chunks, counted through all samples.
+struct Chunks {
+  int64_t length, step, sample, chunks, begin, end;
 
-// S > 1: planes of S values in samples that are `stride` values apart. begin..end is a range of
-// chunks, counted through all samples.
-struct PlaneChunks {
-  int64_t S, stride, chunks, begin, end;
-
-  static PlaneChunks of(View view) {
-    const int64_t chunks = (view.S + kChunk - 1) / kChunk;
-    return {view.S, view.C * view.S, chunks, 0, view.N * chunks};
+  static Chunks of(View view) {
+    const int64_t length = view.S * view.R, chunks = (length + kChunk - 1) / kChunk;
+    return {length, view.S > 1 ? 1 : view.C, view.C * length, chunks, 0, view.N / view.R * chunks};
   }
 };
 
@@ -108,15 +101,10 @@ using GateColumns = Columns<Gate<Arithmetic<T>>, Arithmetic<T>>;
 template <typename T>
 struct Loops {
   using A = Arithmetic<T>;
-  void (*forward_planes)(const T* x, const PlaneChunks&, int64_t width, ChannelSums*);
-  void (*backward_planes)(const Sources<T>&, int64_t at, const PlaneChunks&, int64_t width,
-                          const Statistics*, const Gate<A>*, ChannelSums*);
-  void (*forward_rows)(const T* x, int64_t n, int64_t stride, int64_t width, ChannelSums*);
-  void (*backward_rows)(const Sources<T>&, int64_t at, int64_t n, int64_t stride, int64_t width,
-                        const Statistics*, const Gate<A>*, ChannelSums*);
-  void (*forward_samples)(const T* x, const SampleRows&, int64_t width, ChannelSums*);
-  void (*backward_samples)(const Sources<T>&, int64_t at, const SampleRows&, int64_t width,
-                           const Statistics*, const Gate<A>*, ChannelSums*);
+  // Adds the sums of `width` channels, the first of which begins at `at`. Forward reads x alone.
+  using Sum = void (*)(const Sources<T>&, int64_t at, const Chunks&, int64_t width,
+                       const Statistics*, const Gate<A>*, ChannelSums*);
+  Sum forward_planes, backward_planes, forward_rows, backward_rows;
   void (*normalize)(const T* x, const T* residual, int64_t n, const Normalize<A>&, const Epilogue&,
                     T* y, WriteMode);
   void (*normalize_rows)(const T* x, const T* residual, int64_t n, const NormalizeColumns<T>&,

@@ -56,27 +56,29 @@ struct Computed {
                                     : x.data(),
                           recovers ? static_cast<A>(1 / epilogue.slope) : A{0}};
 
-    sums.resize(2 * (kPlanes + kRow + kBlock));
-    ChannelSums* const of_rows = &sums[2 * kPlanes];
-    ChannelSums* const of_samples = of_rows + 2 * kRow;
+    const Sources<T> all_x{nullptr, x.data(), nullptr, 0};
+    sums.resize(2 * kPlanes + 4 * kBlock);
+    ChannelSums *const of_rows = &sums[2 * kPlanes], *const of_samples = of_rows + 2 * kBlock;
     for (const int64_t planes : {int64_t{1}, std::min(n, int64_t{5})}) {
-      const PlaneChunks all{n / planes, n, 1, 0, 1};
-      loops.forward_planes(x.data(), all, planes, &sums[0]);
+      const Chunks all{n / planes, 1, n, 1, 0, 1};
+      loops.forward_planes(all_x, 0, all, planes, nullptr, nullptr, &sums[0]);
       loops.backward_planes(from, 0, all, planes, s.data(), gates.data(), &sums[kPlanes]);
     }
-    const int64_t width = std::min(n, kRow);
-    for (const int64_t stride : {width, width + 3}) {
-      const int64_t rows = (n - width) / stride + 1;
-      loops.forward_rows(x.data(), rows, stride, width, of_rows);
-      loops.backward_rows(from, 0, rows, stride, width, s.data(), gates.data(), of_rows + kRow);
+    const auto sum_rows = [&](const Chunks& all, int64_t width, ChannelSums* to) {
+      loops.forward_rows(all_x, 0, all, width, nullptr, nullptr, to);
+      loops.backward_rows(from, 0, all, width, s.data(), gates.data(), to + kBlock);
+    };
+    const int64_t width = std::min(n, kBlock);
+    for (const int64_t step : {width, width + 3}) {
+      sum_rows({1, step, step, 1, 0, (n - width) / step + 1}, width, of_rows);
     }
-    // Several rows in a sample, of few channels and of many.
-    for (const int64_t channels : {int64_t{3}, int64_t{11}, std::min(n, kBlock)}) {
+    // Several rows in a sample, of few channels and of many, and of a part of the channels.
+    for (const int64_t channels : {int64_t{3}, int64_t{11}, int64_t{40}, width}) {
       const int64_t rows = n / channels;
       if (rows == 0) continue;
-      const SampleRows all{rows, channels, 1, 0, 1};
-      loops.forward_samples(x.data(), all, channels, of_samples);
-      loops.backward_samples(from, 0, all, channels, s.data(), gates.data(), of_samples + kBlock);
+      for (const int64_t part : {channels, channels - 2}) {
+        if (part > 0) sum_rows({rows, channels, n, 1, 0, 1}, part, of_samples);
+      }
     }
     const auto keep = [&](const auto& forward, const auto& backward) {
       for (const WriteMode mode : {replace, WriteMode::kAdd}) {
