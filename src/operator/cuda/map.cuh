@@ -111,9 +111,9 @@ SBN_DEVICE Arithmetic<T> evaluate(const EpilogueTask<Arithmetic<T>>& epilogue, c
 // Vectors of a thread that are loaded before the first is used, and resident blocks of a
 // multiprocessor, both limited by registers.
 template <typename F>
-constexpr int kMapInFlight = kOperands<F> == 1   ? 4
-                             : kOperands<F> == 2 ? 2
-                                                 : 1;
+constexpr int kMapInFlight = kOperands<F> == 3                     ? 1
+                             : kOperands<F> == 2 || sizeof(F) > 16 ? 2
+                                                                   : 4;
 template <typename F, bool kRows>
 constexpr int kMapBlocks = kRows              ? 2
                            : kOperands<F> < 3 ? 4
