@@ -7,8 +7,7 @@
 
 namespace gluon_syncbn {
 
-// The arguments of a kernel for it. They are a separate parameter, as nvcc generates slower code
-// for a struct of more than 128 bytes.
+// The arguments of a kernel for it.
 template <typename A>
 struct EpilogueTask {
   Activation activation;

@@ -39,8 +39,8 @@ inline int width_for(int64_t row, int bytes) {
   return width;
 }
 
-// Vectors of a run. Rows: runs of a thread in a chunk, so that there are fewer records; rows of a
-// chunk, at least.
+// Vectors of a run. Rows: runs of a thread in a chunk, and rows of a chunk if these are more, so
+// that there are fewer records.
 constexpr int kRun = 8, kRowRuns = 2, kFewestRows = 128;
 
 // How samples are cut for the kernel of sums (sums.cuh). All that decides on bits follows from the
@@ -56,13 +56,15 @@ struct SumsPlan {
   enum Kind { kPlanes, kRows, kValues } kind;
   // Lanes and across are powers of 2.
   int width, lanes = 1, log_across = 0;
-  // Vectors of a sample (of one channel, or rows), and of a chunk, at most.
+  // Vectors of a sample's plane, or its rows; those of a chunk, at most. Chunks are about as large.
   int vectors = 1, chunk = 1;
-  // Values of a sample; units are the chunks of all samples. A warp has several small ones, as its
-  // start takes as long as some vectors; records of a channel.
+  // Of `sample` values. Units: the chunks of all samples. Records: of a channel.
   int64_t C, S, sample, units, records;
+  // Units of a warp: several if they are small, as its start takes as long as some vectors.
   uint32_t per_warp = 1, warps;
   Divider by_tiles, by_chunks;
+  // Whether indices have 31 bits.
+  bool fits;
 
   SumsPlan() = default;
   SumsPlan(const View& v, int bytes) : C(v.C), S(v.S), sample(v.R * v.C * v.S) {
@@ -93,9 +95,10 @@ struct SumsPlan {
     const int64_t of_lane = divide_up(chunk, lanes), tiles = divide_up(columns, across);
     if (of_lane < kRun) per_warp = static_cast<uint32_t>(2 * kRun / of_lane);
     if (kind == kValues) per_warp = kWarp;
-    const int64_t turns = divide_up(units, per_warp);
-    records = kind == kValues ? turns : units;
-    warps = static_cast<uint32_t>(tiles * turns);
+    const int64_t slices = divide_up(units, per_warp);
+    records = kind == kValues ? slices : units;
+    warps = static_cast<uint32_t>(tiles * slices);
+    fits = std::max({v.S, v.R, units, tiles * slices}) < int64_t{1} << 31;
     by_tiles = Divider::by(tiles);
     by_chunks = Divider::by(chunks);
   }

@@ -9,9 +9,9 @@
 //     }
 //   }
 //
-// Sum3 makes the order of the terms immaterial, to the last bit, and costs some fifty instructions
-// for double a value, at which most GPUs are slow. So a sample is cut into *chunks*, and only their
-// sums are added in Sum3. Within a chunk the order is fixed:
+// Sum3 makes the order of the terms immaterial, to the last bit, and takes some fifty
+// instructions for double, which are slow on most GPUs, for each value. So a sample is cut into
+// *chunks*, and only their sums are added in Sum3. Within a chunk the order is fixed:
 //
 // 1. A thread adds at most kRun vectors, a *run*, in the arithmetic of the data, relative to the
 //    chunk's *origin*, a number near its values (backward: to the mean).
@@ -21,12 +21,13 @@
 //
 // Why the bits are the same however a batch is split, and on every GPU: chunks, runs and threads
 // follow from the shape of a sample (plans.h), and the records are added in Sum3. Why it is exact
-// enough: a run has eight terms in each of its sums, which are small, as they are relative to the
-// origin; all else has 53 bits or more. The figures are in docs/precision.md.
+// enough: a run has at most eight vectors, whose terms are small, as they are relative to the
+// origin; the rest has 53 bits or more. The figures are in docs/precision.md.
 //
-// A warp has a *tile* of channels. `across` threads side by side have one vector each, and `lanes`
-// threads below one another share the vectors of a chunk. Planes (S > 1): a vector has values of
-// one channel. Rows (S = 1): of neighbouring channels, each with sums of its own.
+// The chunks of all samples are *units*; `per_warp` of them are a *slice*. A warp has a slice of a
+// *tile* of channels: its threads are a grid, of `across` columns and `lanes` lines. A column has a
+// vector of channels, whose chunk its lines share. Planes (S > 1): a vector has values of one
+// channel. Rows (S = 1): of neighbouring channels, each with sums of its own.
 #ifndef GLUON_SYNCBN_CUDA_SUMS_CUH_
 #define GLUON_SYNCBN_CUDA_SUMS_CUH_
 
@@ -36,8 +37,9 @@ namespace gluon_syncbn {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The sums of a chunk of one channel: of `size` values. A sector of memory.
-struct alignas(16) ChunkSums {
+// The sums of a chunk of one channel: of `size` values. A sector of memory. Backward does not need
+// the origin.
+struct alignas(32) ChunkSums {
   double first, second, origin, size;
 };
 
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int line = lane >> plan.log_across, column = lane & (across - 1);
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kWarp;
   if (warp >= plan.warps) return;
-  const uint32_t turn = plan.by_tiles(warp), tile = warp - turn * plan.by_tiles.divisor;
+  const uint32_t slice = plan.by_tiles(warp), tile = warp - slice * plan.by_tiles.divisor;
   int64_t c = (static_cast<int64_t>(tile) * across + column) * kChannels;
   // A thread without a channel sums the first one for nobody.
   const bool exists = c < plan.C;
@@ -91,8 +93,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   const int64_t step = kRows ? plan.C : kWidth, between = lanes * step;
-  const auto end = static_cast<uint32_t>(min(int64_t{turn + 1} * plan.per_warp, plan.units));
-  for (uint32_t unit = turn * plan.per_warp; unit < end; ++unit) {
+  const auto end = static_cast<uint32_t>(min(int64_t{slice + 1} * plan.per_warp, plan.units));
+  for (uint32_t unit = slice * plan.per_warp; unit < end; ++unit) {
     const uint32_t sample = plan.by_chunks(unit);
     const int begin = static_cast<int>(unit - sample * plan.by_chunks.divisor) * plan.chunk;
     const int vectors = min(plan.chunk, plan.vectors - begin);
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         Vector<T, kWidth> xs[kInFlight], dys[kInFlight], vs[kInFlight];
 #pragma unroll
         for (int k = 0; k < kInFlight; ++k) {
-          if (k * lanes >= left) continue;
+          if (k * lanes >= left) continue;  // With break, nvcc generates more instructions.
           xs[k].load(x + from + k * between, task.aligned);
           if constexpr (kBackward) dys[k].load(dy + from + k * between, task.aligned);
           if constexpr (kGated) vs[k].load(v + from + k * between, task.aligned);
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int j = 0; j < kChannels; ++j) firsts[j] += run[j], seconds[j] += products[j];
     }
 
-    // Rows: each of kChannels lines gets a channel.
+    // Rows: line i gets channel i % kChannels.
 #pragma unroll
     for (int half = kChannels / 2; half > 0; half /= 2) {
       const bool upper = line & half;
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   static_cast<ChannelSums*>(task.records)[c * plan.records + slice] = sums;
 }
 
-// Adds a record to one of the sums of a channel. low: what the float nearest to the mean leaves.
+// Adds a record to one of the sums of a channel. low: the mean without what A holds of it.
 template <typename A, bool kBackward, bool kSecond>
 SBN_DEVICE void add_record(const ChunkSums& record, double low, Sum3* sum) {
   if constexpr (kBackward) {
@@ -309,6 +311,7 @@ int launch_sums(const View& view, SumsTask task, const EpilogueTask<Arithmetic<T
   constexpr bool kBackward = kArrays > 1;
   constexpr int kSize = static_cast<int>(sizeof(T)), kHalf = kSize < 8 ? 8 / kSize : 1;
   const SumsPlan& plan = task.plan = SumsPlan(view, kSize);
+  if (!plan.fits) return cudaErrorInvalidValue;
   task.records = work;
   task.aligned = is_aligned({task.x, task.dy, epilogue.v}, plan.width * kSize);
   auto* kernel = kernel_of_sums<T, kArrays, 1>(plan);

@@ -38,7 +38,7 @@ SBN_DEVICE void set_value(uint32_t* words, int i, T value) {
   words[i / 2] = i % 2 ? (words[i / 2] | bits) : bits;
 }
 
-// The 16-byte words of anything.
+// 16 bytes of anything.
 SBN_DEVICE void load_words(const void* p, uint32_t* words) {
   const uint4 v = *static_cast<const uint4*>(p);
   words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
@@ -85,6 +85,7 @@ class Vector {
     get_value(words_, i, &value);
     return value;
   }
+  // Once for each value, in order.
   SBN_DEVICE void set(int i, T value) { set_value(words_, i, value); }
 
   // Value i, in the type that it is computed in.
