@@ -1,8 +1,9 @@
 """Which instructions of the CUDA kernels the native tests run, from the files that PTXSIM_COVERAGE
 named. Exit code 1 if a kernel never runs, or fewer instructions than LEAST.
 
-What never runs is, for example, a loop's other ends, and 64-bit divisions, of which numbers below
-2^32 take a shorter way.
+What never runs is, for example, a loop's other ends, 64-bit divisions, of which numbers below 2^32
+take a shorter way, and code that the compiler makes for arguments that no caller gives, as adding to
+an array that is null. Of the last, one version of nvcc and one architecture make more than others.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LEAST = 0.99
+LEAST = 0.98
 
 
 def read(paths):

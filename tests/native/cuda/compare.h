@@ -29,20 +29,22 @@ void check_statistics(const std::vector<Statistics>& device, const std::vector<S
   }
 }
 
-// What follows the normalization, and whether backward has y in place of x.
+// What follows the normalization, whether backward has y in place of x, and whether of dx and
+// dresidual one is written and the other added to what is there.
 struct Variant {
   Epilogue epilogue;
-  bool residual, in_place;
+  bool residual, in_place, mixed = false;
 };
 
 inline constexpr Epilogue kRelu{Activation::kRelu, 0, 0}, kLeaky{Activation::kLeakyRelu, 0.01, 0};
 inline const Variant kPlain{{}, false, false};
 inline const Variant kVariants[] = {{kRelu, false, false},
                                     {{}, true, false},
-                                    {kLeaky, true, false},
+                                    {kLeaky, true, false, true},
                                     {{Activation::kLeakyRelu, 0.01, 0.1}, false, true}};
-// The other pairs of an activation and the array that decides on its derivative.
-inline const Variant kMoreVariants[] = {{kLeaky, false, false}, {kRelu, true, false}};
+// The other pairs of an activation and the array that decides on its derivative, and modes.
+inline const Variant kMoreVariants[] = {
+    {kLeaky, false, false}, {kRelu, true, false}, {kRelu, true, false, true}, {kLeaky, true, false}};
 inline const Variant kSumsVariants[] = {kPlain, kVariants[0], kVariants[3], kMoreVariants[0],
                                         kMoreVariants[1]};
 
@@ -56,7 +58,8 @@ ForwardShard adapted(ForwardShard shard, const Variant& variant, const T* residu
 template <typename T>
 BackwardShard adapted(BackwardShard shard, const Variant& variant, const T* y, T* dresidual) {
   shard.epilogue = variant.epilogue;
-  shard.residual_mode = shard.mode;
+  const bool adds = (shard.mode == WriteMode::kAdd) != variant.mixed;
+  shard.residual_mode = adds ? WriteMode::kAdd : WriteMode::kWrite;
   if (variant.in_place) shard.x = nullptr;
   if (variant.in_place || variant.residual) shard.y = y;
   if (variant.residual) shard.dresidual = dresidual;
