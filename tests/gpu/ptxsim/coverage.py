@@ -2,8 +2,7 @@
 named. Exit code 1 if a kernel never runs, or fewer instructions than LEAST.
 
 What never runs is, for example, a loop's other ends, 64-bit divisions, of which numbers below 2^32
-take a shorter way, and code that the compiler makes for arguments that no caller gives, as adding to
-an array that is null. Of the last, one version of nvcc and one architecture make more than others.
+take a shorter way, and code for arguments that no caller gives, as adding to an array that is null.
 """
 
 import argparse

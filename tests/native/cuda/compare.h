@@ -43,8 +43,10 @@ inline const Variant kVariants[] = {{kRelu, false, false},
                                     {kLeaky, true, false, true},
                                     {{Activation::kLeakyRelu, 0.01, 0.1}, false, true}};
 // The other pairs of an activation and the array that decides on its derivative, and modes.
-inline const Variant kMoreVariants[] = {
-    {kLeaky, false, false}, {kRelu, true, false}, {kRelu, true, false, true}, {kLeaky, true, false}};
+inline const Variant kMoreVariants[] = {{kLeaky, false, false},
+                                        {kRelu, true, false},
+                                        {kRelu, true, false, true},
+                                        {kLeaky, true, false}};
 inline const Variant kSumsVariants[] = {kPlain, kVariants[0], kVariants[3], kMoreVariants[0],
                                         kMoreVariants[1]};
 
