@@ -97,6 +97,9 @@ def _parser():
     )
     export.add_argument("--onnx", metavar="FILE", help="write an ONNX model too")
     export.add_argument(
+        "--any-batch", action="store_true", help="let the ONNX model take any batch size"
+    )
+    export.add_argument(
         "--input-shape",
         type=_shape,
         action="append",

@@ -19,6 +19,11 @@ def is_number(value):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def refuse(value, kinds, text):
+    """Raises ValueError, or TypeError if the value is of none of these kinds."""
+    raise (ValueError if isinstance(value, kinds) else TypeError)(text)
+
+
 def seconds(timeout):
     """A timeout as a number. None takes the environment's."""
     source, number = "timeout", timeout
@@ -29,5 +34,10 @@ def seconds(timeout):
         except ValueError:
             number = math.nan
     if not (is_number(number) and 0 < number < math.inf):
-        raise ValueError(f"{source} is {timeout!r}: give a number of seconds above 0, such as 300.")
+        kinds = str if source == TIMEOUT_VARIABLE else numbers.Real
+        refuse(
+            timeout,
+            kinds,
+            f"{source} is {timeout!r}: give a number of seconds above 0, such as 300.",
+        )
     return float(number)

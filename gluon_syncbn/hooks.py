@@ -72,6 +72,7 @@ _HOOKS = [
     (Symbol, "_infer_type_impl", unknown_shapes.inferring_by_stock),
     (Symbol, "simple_bind", unknown_shapes.binding_by_stock),
     (Trainer, "__init__", trainers.calling),
+    (Trainer, "_init_kvstore", partial(trainers.calling, after=[trainers.number_keys])),
     (Trainer, "step", _adding),
     (Trainer, "allreduce_grads", _adding),
     (Trainer, "_update", partial(trainers.calling, after=trainers.after_update)),

@@ -62,6 +62,34 @@ def adds_here_alone(trainer):
     )
 
 
+class _StoreOfTrainer:
+    """A distributed KVStore with keys of its own for one of several Trainers. Each Trainer numbers
+    its keys from 0, and MXNet would wait indefinitely for a key that comes again."""
+
+    def __init__(self, store, first):
+        self._store, self._first = store, first
+
+    def __getattr__(self, name):
+        function = getattr(self._store, name)
+        if name not in ("init", "broadcast", "push", "pull", "pushpull"):
+            return function
+        return lambda key, *args, **kwargs: function(self._first + key, *args, **kwargs)
+
+
+# {store: the number of keys of its Trainers}
+_keys = weakref.WeakKeyDictionary()
+
+
+def number_keys(trainer):
+    """Puts the keys of a Trainer behind those of earlier ones on its store."""
+    store = trainer._kvstore
+    if "dist" in getattr(store, "type", ""):
+        first = _keys.get(store, 0)
+        _keys[store] = first + len(trainer._params)
+        if first:
+            trainer._kvstore = _StoreOfTrainer(store, first)
+
+
 def clear(gradient):
     """Sets a gradient to zero. (Parameter.zero_grad() raises for all of MXNet's NumPy arrays.)"""
     gradient = gradient.as_nd_ndarray()

@@ -66,6 +66,7 @@ def export(options):
         options.onnx,
         options.input_shape,
         options.dtype,
+        options.any_batch,
     )
     check_target(target)
     symbol, (graph, flattened), arrays, inputs, parameters = _load(options)

@@ -100,9 +100,10 @@ def convert_sync_batchnorm(
 
     Raises
     ------
+    TypeError
+        If `net` is neither, or an argument is of another type. The net is unchanged.
     ValueError
-        If `net` is neither, or an argument is invalid, such as `group` for a Symbol. The net is
-        unchanged.
+        If an argument is invalid, such as `group` for a Symbol. The net is unchanged.
 
     References
     ----------
@@ -205,6 +206,10 @@ class _Conversion:
             put_in(block, nodes)
 
 
+# Where users of PyTorch look for it.
+SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)
+
+
 def revert_sync_batchnorm(net, return_report=False):
     """Undoes :func:`convert_sync_batchnorm`.
 
@@ -238,7 +243,7 @@ def revert_sync_batchnorm(net, return_report=False):
 
     Raises
     ------
-    ValueError
+    TypeError
         If `net` is neither.
     ExportError
         If a node of a Symbol has ``inplace=True``, or its mean or variance is used.
@@ -390,7 +395,7 @@ def _check_types(also):
         isinstance(kind, type) and issubclass(kind, BATCH_NORMS) for kind in kinds
     ):
         return tuple(kinds)
-    raise ValueError(f"also is {also!r}: give a list of subclasses of mxnet.gluon.nn.BatchNorm.")
+    raise TypeError(f"also is {also!r}: give a list of subclasses of mxnet.gluon.nn.BatchNorm.")
 
 
 def _finish(net, report, found, function, return_report):

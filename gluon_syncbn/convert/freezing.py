@@ -44,7 +44,7 @@ def freeze(net, affine=False):
 
     Raises
     ------
-    ValueError
+    TypeError
         If `net` is something else.
     """
     return _set_frozen(net, "freeze", True, affine)

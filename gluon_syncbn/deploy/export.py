@@ -43,7 +43,7 @@ _log = logging.getLogger("gluon_syncbn")
 
 
 class Exported(NamedTuple):
-    """The result of an export.
+    """The result of an export. As a str, a few lines.
 
     Attributes
     ----------
@@ -71,8 +71,25 @@ class Exported(NamedTuple):
     left: Dict[str, str]
     error: Optional[float]
 
+    def __str__(self):
+        def line(files, error):
+            if error is None:
+                return f"{files} (not compared with the net)"
+            return f"{files} (differs from the net by {error:.1g} of the largest value)"
 
-def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=None):
+        text = line(f"{self.symbol}, {self.params}", self.error)
+        if self.onnx:
+            text += "\n" + line(self.onnx, self.onnx_error)
+        if self.folded or self.left:
+            text += f"\n{len(self.folded)} layers folded, {len(self.left)} not"
+        return text
+
+    __repr__ = __str__
+
+
+def export(
+    net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=None, any_batch=False
+):
     r"""Writes a net for inference with stock operators: ``path-symbol.json`` and
     ``path-0000.params``.
 
@@ -119,6 +136,9 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     dtype : {'float16', 'float32', 'float64'}, optional
         The dtype of the parameters. With float16, those of ``BatchNorm`` are float32. By default
         the dtypes do not change.
+    any_batch : bool, default False
+        Whether the ONNX file takes inputs of any batch size, the first of their axes. It is
+        compared with the net on two of them.
 
     Returns
     -------
@@ -127,6 +147,8 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
 
     Raises
     ------
+    TypeError
+        If `net` is not a Block.
     ValueError
         If an argument is invalid, or a parameter has no value yet.
     ExportError
@@ -145,7 +167,7 @@ def export(net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=No
     Integer-Arithmetic-Only Inference, CVPR 2018, section 3.2, for folding.
     """
     check_block(net, "export")
-    target = Target(path, epoch, fold, onnx, _check_shapes(input_shape), dtype)
+    target = Target(path, epoch, fold, onnx, _check_shapes(input_shape), dtype, any_batch)
     check_target(target)
     # With static_shape, MXNet does not wait for the last running statistics of its own layers.
     mx.nd.waitall()
@@ -181,6 +203,7 @@ class Target(NamedTuple):
     onnx: Optional[str]
     shapes: Optional[list]
     dtype: Optional[str]
+    any_batch: bool
 
 
 def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
@@ -189,7 +212,7 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
     arrays: {name: NDArray}; inputs: names; run(arrays, {input: NumPy array}): the outputs that the
     files must have; advice: what an error says if they differ. Changes the graph and arrays.
     """
-    path, epoch, fold, onnx, shapes, dtype = target
+    path, epoch, fold, onnx, shapes, dtype, any_batch = target
     symbol, values = graph.symbol(), dict(arrays)
     if shapes and len(shapes) != len(inputs):
         raise ValueError(
@@ -229,7 +252,7 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
         onnx = os.fspath(onnx)
         if any(os.path.abspath(onnx) == os.path.abspath(path) for path in writers):
             raise ValueError(f"onnx= is {onnx}, which is another file of this export: rename it.")
-        model = onnx_model.to_onnx(graph, arrays, named, dtype_of_inputs)
+        model = onnx_model.to_onnx(graph, arrays, named, dtype_of_inputs, any_batch)
         writers[onnx] = bytes_writer(model)
 
     def compare(temporary):
@@ -240,7 +263,8 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
         found = {name[4:]: array for name, array in found.items()}
         error = check(run, values, written, found, all_shapes, title, advice)
         if onnx is not None:
-            onnx_error = onnx_model.compare(model, run, values, arrays, all_shapes, dtype_of_inputs)
+            given = run, values, arrays, all_shapes, dtype_of_inputs, any_batch
+            onnx_error = onnx_model.compare(model, *given)
 
     write_all(writers, compare)
     return Exported(symbol_file, params_file, onnx, onnx_error, tuple(folded), left, error)
@@ -295,6 +319,10 @@ def check_target(target):
         if target.shapes is None:
             raise ValueError("onnx needs input_shape, such as (1, 3, 224, 224).")
         onnx_model.load_onnx()
+    elif target.any_batch:
+        raise ValueError(
+            "any_batch is for ONNX alone: give onnx too. Stock MXNet's files take any."
+        )
     if target.dtype is not None and target.dtype not in DTYPES:
         raise ValueError(f"dtype is {target.dtype!r}: give one of {', '.join(DTYPES)}, or None.")
 

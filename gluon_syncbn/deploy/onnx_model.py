@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 
 from ..graph.symbols import ExportError, Node, is_true
+from ..graph.trace import last_line
 from .check import differences, random_inputs, rounded
 
 # MXNet's converters write operators of version 13. BatchNormalization of 15 also takes float16 data
@@ -62,11 +63,12 @@ def _keeps_classes_apart(node):
     )
 
 
-def to_onnx(graph, arrays, shapes, dtype):
+def to_onnx(graph, arrays, shapes, dtype, any_batch):
     """The bytes of an ONNX model of a Graph, checked with ``onnx.checker``.
 
-    arrays: {name: NDArray}; shapes: {name of an input: shape}; dtype: of the inputs. Raises
-    ExportError, which names every operator that cannot be converted.
+    arrays: {name: NDArray}; shapes: {name of an input: shape}; dtype: of the inputs; any_batch:
+    whether the first axis of the inputs may have any size. Raises ExportError, which names every
+    operator that cannot be converted.
     """
     onnx, _, converter = load_onnx()
     for node in graph.nodes():
@@ -86,17 +88,19 @@ def to_onnx(graph, arrays, shapes, dtype):
     try:
         _move_channels(graph, arrays, shapes)
         symbol = graph.symbol()
-        ordered = [name for name in symbol.list_inputs() if name in shapes]
+        ordered = [shapes[name] for name in symbol.list_inputs() if name in shapes]
+        free = {"dynamic_input_shapes": [("batch", *shape[1:]) for shape in ordered]}
         # MXNet's converters print names.
         silent = contextlib.redirect_stdout(io.StringIO())
         with silent, _patched(onnx, converter, _pooling_sizes(graph, arrays, shapes)):
             made = converter().create_onnx_graph_proto(
                 symbol,
                 dict(arrays),
-                [shapes[name] for name in ordered],
+                ordered,
                 types,
                 opset_version=OPSET,
-                dynamic=False,  # Only these shapes are compared.
+                dynamic=any_batch,
+                **free if any_batch else {},
             )
     except Exception as error:  # The converters raise all kinds.
         raise ExportError(
@@ -118,32 +122,50 @@ def to_onnx(graph, arrays, shapes, dtype):
     return model.SerializeToString()
 
 
-def compare(model, run, values, arrays, shapes, dtype):
-    """The largest relative error of ONNX Runtime's outputs against a net's on random inputs. Raises
-    ExportError if it is above TOLERANCE.
+def compare(model, run, values, arrays, shapes, dtype, any_batch):
+    """The largest relative error of ONNX Runtime's outputs against a net's on random inputs, with
+    any_batch also of two samples more. Raises ExportError if it is above TOLERANCE.
 
     run(values, inputs): the net's outputs for {name: NDArray} and {name: NumPy array}.
     """
     _, runtime, _ = load_onnx()
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # Of several classes that are not exported.
+        raise ExportError(f"ONNX Runtime cannot load the model ({_line(error)}).") from error
     values, own_dtype = rounded(values, arrays)
     inputs = random_inputs(shapes, dtype)
+    worst = _compare(session, functools.partial(run, values), inputs, own_dtype)
+    if any_batch:
+        more = {name: (shape[0] + 2, *shape[1:]) for name, shape in shapes.items()}
+        try:
+            inputs = random_inputs(more, dtype)
+            worst = max(worst, _compare(session, functools.partial(run, values), inputs, own_dtype))
+        except (ExportError, mx.MXNetError) as error:
+            raise ExportError(
+                "The net or its ONNX model does not take inputs of shape "
+                f"{', '.join(map(str, more.values()))} ({last_line(error)}): export it for one "
+                "batch size, without any_batch."
+            ) from error
+    return worst
 
-    given = {name: x.astype(own_dtype) for name, x in inputs.items()}
-    expected = run(values, given)
+
+def _compare(session, run, inputs, own_dtype):
+    expected = run({name: x.astype(own_dtype) for name, x in inputs.items()})
     for number, output in enumerate(expected):
         if not np.isfinite(output).all():
             raise ExportError(
                 f"The net's own output {number} is not finite on random input, so no ONNX file was "
                 "written: look for negative variances with python -m gluon_syncbn inspect."
             )
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3
+    given = {each.name: inputs[each.name] for each in session.get_inputs()}
     try:
-        session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        outputs = session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
+        outputs = session.run(None, given)
     except Exception as error:  # Of several classes that are not exported.
         raise ExportError(f"ONNX Runtime cannot run the model ({_line(error)}).") from error
-    tolerance = TOLERANCE[np.dtype(dtype).name]
+    tolerance = max(TOLERANCE[x.dtype.name] for x in inputs.values())
     errors = differences(outputs, expected)
     for number, error in enumerate(errors):
         if not error <= tolerance:

@@ -44,8 +44,10 @@ class HorovodReducer(Reducer):
 
     Raises
     ------
+    TypeError
+        If `hvd` is another object.
     ValueError
-        If `hvd` is another object, or ``hvd.init()`` was not called.
+        If ``hvd.init()`` was not called.
     RuntimeError
         If the other processes do not arrive.
     """
@@ -56,7 +58,7 @@ class HorovodReducer(Reducer):
     def __init__(self, hvd, timeout=None):
         timeout = seconds(timeout)
         if not all(hasattr(hvd, name) for name in ("allgather", "rank", "size")):
-            raise ValueError(
+            raise TypeError(
                 f"HorovodReducer got {hvd!r}: import horovod.mxnet as hvd, call hvd.init() and "
                 "give hvd."
             )

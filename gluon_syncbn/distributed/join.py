@@ -1,7 +1,9 @@
 """Training with uneven numbers of batches per process."""
 
 import contextlib
+import operator
 import reprlib
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 
@@ -26,6 +28,8 @@ def _follow_innermost():
         # raised where the iterator of a loop is deleted.
         native.wait_unheard("before a loop over join went on or was left")
         native.set_joined(_joined)
+    for loop in _loops:
+        loop._set_aside(_joined and loop.absent)
 
 
 @contextlib.contextmanager
@@ -52,8 +56,9 @@ class join:
 
     A process that runs out of batches *joins*: it repeats its last batch, so it still takes part in
     every exchange of the layers and the Trainer, but contributes nothing. Its sums count as zero
-    samples, and its gradients are set to zero before the Trainer adds them. So the others get the
-    statistics and gradients of the real samples, and all processes keep the same parameters. No
+    samples, and its gradients are set to zero before the Trainer adds them; accumulated ones
+    (``grad_req="add"``) stay those of its own batches. So the others get the statistics and
+    gradients of the real samples, and all processes keep the same parameters. No
     batch enters running statistics twice: they do not change once all processes of a layer's group
     have joined, or once this one has if the layer exchanges nothing with others. Joining costs one
     small message per step. (``torch.distributed.algorithms.Join`` does the same for PyTorch.)
@@ -68,9 +73,7 @@ class join:
     ----------
     batches : iterable
     trainer : mxnet.gluon.Trainer, optional
-        The Trainer whose gradients are set to zero. If gradients are accumulated
-        (``grad_req="add"``), that would lose earlier batches, so `early_stop` is needed. Without a
-        Trainer your loop must set them to zero: see `absent`.
+        The Trainer whose gradients are set to zero. Without one your loop must do so: see `absent`.
     group : SyncGroup, optional
         By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
     early_stop : bool
@@ -92,8 +95,7 @@ class join:
     Raises
     ------
     ValueError
-        If a process has no batch at all, or a Trainer's parameters have ``grad_req="add"`` and
-        `early_stop` is off.
+        If a process has no batch at all.
     TypeError
         If `batches` is not iterable, `trainer` is not a Trainer, or a batch has no array.
     RuntimeError
@@ -108,14 +110,14 @@ class join:
         self._trainer = trainer
         self._processes = (group or default_group())._processes
         self._early_stop = early_stop
-        if not early_stop:
-            self._check_requests()
         self.absent = False
         self.batch_size = self.processes = 0
         # How often each Trainer has stepped with this batch, and at most with one of those so far.
         self._steps, self._most_steps = Counter(), Counter()
         # That of the current loop.
         self._token = None
+        # {parameter whose gradients are set aside: whether it had new ones, by device}
+        self._aside = weakref.WeakKeyDictionary()
 
     def __iter__(self):
         return _Batches(self)
@@ -135,7 +137,6 @@ class join:
                             "join: this process has no batch at all, and so none to go on with. "
                             "Give each process at least one."
                         )
-                    self._check_requests()
                     absent, batch = True, last
                 self._begin_step(token, absent)
                 yield batch
@@ -152,14 +153,26 @@ class join:
         self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
         return self.processes == len(everyone) if self._early_stop else self.processes > 0
 
-    def _check_requests(self):
-        for parameter in self._trainer._params if self._trainer is not None else ():
-            if parameter.grad_req == "add":
-                raise ValueError(
-                    f"join got a Trainer, and {parameter.name} accumulates gradients "
-                    "(grad_req='add'), of which a process without a batch could not tell what to "
-                    "keep: give early_stop=True, which ends with the first process that runs out."
-                )
+    def _set_aside(self, aside):
+        """Whether backward writes gradients that are accumulated into arrays that are dropped. The
+        parameters keep their own."""
+        if self._trainer is None or not (aside or self._aside):
+            return
+        for parameter in trained(self._trainer._params):
+            if parameter.grad_req != "add" or aside == (parameter in self._aside):
+                continue
+            fresh = [data._fresh_grad for data in parameter._data]
+            gradients = parameter.list_grad()
+            if aside:
+                self._aside[parameter] = fresh
+                request, gradients = "write", [gradient.copy() for gradient in gradients]
+            else:
+                request = "add"
+                fresh = map(operator.or_, fresh, self._aside.pop(parameter))
+            mx.autograd.mark_variables(parameter._data, gradients, request)
+            # The Trainer raises where there was no backward.
+            for data, is_fresh in zip(parameter._data, fresh):
+                data._fresh_grad = is_fresh
 
     def _begin_step(self, token, absent):
         if self in _loops:
@@ -178,6 +191,7 @@ class join:
         if token is not self._token:  # There is another one since.
             return
         self._token, self.absent = None, False
+        self._set_aside(False)
         if self in _loops:
             _loops.remove(self)
             _follow_innermost()
@@ -225,10 +239,12 @@ def _before_adding_up(trainer):
         return
     _loops[-1]._count_step(trainer)
     # A loop within one that has joined has batches of its own.
-    if _joined and any(loop.absent and loop._trainer is trainer for loop in _loops):
-        for parameter in trained(trainer._params):
-            for gradient in parameter.list_grad():
-                clear(gradient)
+    absent = [loop for loop in _loops if _joined and loop.absent and loop._trainer is trainer]
+    for loop in absent:
+        loop._set_aside(False)
+    for parameter in trained(trainer._params) if absent else ():
+        for gradient in parameter.list_grad() if parameter.grad_req != "add" else ():
+            clear(gradient)
 
 
 before_adding_up.append(_before_adding_up)

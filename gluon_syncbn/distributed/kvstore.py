@@ -13,7 +13,7 @@ from ..supervision import durations, starts, waits
 from ..supervision.limits import call_within
 from .reducer import Reducer
 
-# Our keys. A Trainer numbers its own from 0, and a store's keys are all numbers or all strings.
+# Our keys. Trainers number theirs from 0, and a store's keys are all numbers or all strings.
 # Beyond the last, ps-lite's 32-bit key * 9973 is negative and names a server that does not exist.
 _FIRST_KEY = 10**6
 _LAST_KEY = 1_076_648
@@ -37,7 +37,9 @@ class KVStoreReducer(Reducer):
     ----------
     kvstore : mxnet.kvstore.KVStore
         ``mx.kv.create("dist_sync")`` or ``"dist_device_sync"``: the one that the Trainer gets as
-        ``kvstore=kv, update_on_kvstore=False``. Keys from 10**6 on are ours.
+        ``kvstore=kv, update_on_kvstore=False``. Several Trainers may share it, each with an
+        optimizer of its own; let all processes make their first steps in the same order. Keys from
+        10**6 on are ours.
     timeout : float
         Seconds that this call waits for the other processes, all of which must make it. By default
         the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.
@@ -46,9 +48,8 @@ class KVStoreReducer(Reducer):
     ------
     ValueError
         For a store of another type: one that does not connect processes, or does not wait for all.
-        Later, where MXNet would wait indefinitely: from the store's own functions for a second
-        Trainer on it, as each numbers its keys from 0 and no key may come again, and from
-        ``mx.kv.create`` for a second store in the process, such as a Trainer's own.
+        Later, where MXNet would wait indefinitely: from ``kvstore.init`` for a key that comes
+        again, and from ``mx.kv.create`` for a second store in the process, such as a Trainer's own.
     RuntimeError
         If the other processes do not arrive.
     """
@@ -273,8 +274,8 @@ class _Hooks:
         if again:
             raise ValueError(
                 f"The KVStore has been given the key {again[0]!r} before, for which MXNet would "
-                "wait indefinitely. Each Trainer numbers its keys from 0: make one Trainer for all "
-                "parameters, and go on with it, or start the processes again for the next one."
+                "wait indefinitely: give each array a key of its own. Trainers number theirs from "
+                "0."
             )
         self._initialized.update(keys)
 

@@ -81,4 +81,4 @@ def check_block(net, function):
         advice = f"create a net, as in {net.__name__}()"
     elif isinstance(net, (list, tuple)):
         advice = "call it for each net"
-    raise ValueError(f"{function} takes a Gluon Block and got {type(net).__name__}: {advice}.")
+    raise TypeError(f"{function} takes a Gluon Block and got {type(net).__name__}: {advice}.")

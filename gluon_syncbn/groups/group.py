@@ -1,5 +1,6 @@
 """Which devices and processes share statistics, and how long they wait for each other."""
 
+import numbers
 import os
 import weakref
 from typing import NamedTuple, Optional
@@ -7,7 +8,7 @@ from typing import NamedTuple, Optional
 from mxnet.context import Context
 
 from .. import native
-from ..arguments import is_whole, seconds
+from ..arguments import is_whole, refuse, seconds
 from .agreement import Processes
 
 
@@ -57,9 +58,11 @@ class SyncGroup:
     ValueError
         If a device is named twice, the store lacks something or a step has failed with it, or a
         number is invalid.
+    TypeError
+        If `devices` are no contexts, or a number is none.
     MXNetError
-        On waiting for a layer's result in training, if `group_size` does not fit its devices.
-        Inference accepts any number of devices.
+        On waiting for a layer's result in training, if `group_size` does not fit its devices, or
+        its parameters are not on all of `devices`. Inference accepts any devices.
 
     References
     ----------
@@ -75,7 +78,7 @@ class SyncGroup:
         if devices is not None and not (
             isinstance(devices, (list, tuple)) and all(isinstance(d, Context) for d in devices)
         ):
-            raise ValueError(
+            raise TypeError(
                 f"SyncGroup got devices={devices!r}: give a list of contexts, such as "
                 "[mx.gpu(0), mx.gpu(1)]."
             )
@@ -86,9 +89,11 @@ class SyncGroup:
                 "leave devices out for those on which the parameters live."
             )
         if group_size is not None and not (is_whole(group_size) and group_size > 0):
-            raise ValueError(
+            refuse(
+                group_size,
+                numbers.Real,
                 f"SyncGroup got group_size={group_size!r}: give the number of devices that "
-                "synchronize with each other, or None for all."
+                "synchronize with each other, or None for all.",
             )
         self.devices = names
         self.timeout = seconds(timeout)
@@ -137,6 +142,13 @@ class SyncGroup:
             share = self._share(layer.name, here, bool(devices))
         except ValueError as error:  # The layer can do anything but train.
             config_error = str(error)
+        held = list(map(str, layer.contexts()))
+        absent = [device for device in devices if held and device not in held]
+        if absent:
+            config_error = (
+                f"{layer.name} is in a SyncGroup of {', '.join(devices)}, and has no parameters on "
+                f"{', '.join(absent)}: initialize the net there too, or leave these devices out."
+            )
         ranks = share.ranks
         if len(ranks) > 1:
             open, ranks = self._processes.opener(layer, here, self.group_size, ranks)
@@ -219,7 +231,7 @@ def _notice(name):
 
 
 def check_group(group):
-    """Raises ValueError for anything but a SyncGroup or None."""
+    """Raises TypeError for anything but a SyncGroup or None."""
     if group is None or isinstance(group, SyncGroup):
         return
     how = "SyncGroup, or None"
@@ -227,7 +239,7 @@ def check_group(group):
         how = "SyncGroup(store=gluon_syncbn.distributed.KVStoreReducer(kv))"
     elif isinstance(group, (Context, list, tuple)):
         how = f"SyncGroup({group}), or None for the devices on which the parameters live"
-    raise ValueError(f"group is {group!r}: give gluon_syncbn.{how}.")
+    raise TypeError(f"group is {group!r}: give gluon_syncbn.{how}.")
 
 
 def set_default_group(group):
@@ -240,7 +252,7 @@ def set_default_group(group):
 
     Raises
     ------
-    ValueError
+    TypeError
         For anything else.
     """
     global _default

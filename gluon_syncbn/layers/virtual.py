@@ -1,6 +1,8 @@
 """VirtualBatchNorm: several devices' batch normalization on one device."""
 
-from ..arguments import is_whole
+import numbers
+
+from ..arguments import is_whole, refuse
 from ..groups.group import SyncGroup
 from .batch_norm import SyncBatchNorm
 
@@ -32,8 +34,8 @@ class VirtualBatchNorm(SyncBatchNorm):
 
     Raises
     ------
-    ValueError
-        For arguments out of range.
+    ValueError, TypeError
+        For arguments out of range, or of another type.
     MXNetError
         On waiting for a result, if a batch has fewer samples than there are virtual devices. At
         once if the channels are on axis 0.
@@ -46,9 +48,11 @@ class VirtualBatchNorm(SyncBatchNorm):
 
     def __init__(self, virtual_devices, **arguments):
         if not (is_whole(virtual_devices) and 0 < virtual_devices < 1 << 16):
-            raise ValueError(
+            refuse(
+                virtual_devices,
+                numbers.Real,
                 f"virtual_devices is {virtual_devices!r}: give the number of chunks into which a "
-                "batch is cut, 1 or more."
+                "batch is cut, 1 or more.",
             )
         for name in ("num_devices", "group"):
             if arguments.get(name) is not None:

@@ -85,7 +85,7 @@ class participants:
         parameters, or for `blocks` and devices, or within another `participants` without `blocks`.
         For ``[]`` within :func:`precise_statistics`.
     TypeError
-        For anything but a Trainer as `trainer`.
+        For anything but contexts or arrays as `devices`, or a Trainer as `trainer`.
     MXNetError
         On waiting for a result, if a layer is called on another device. For ``[]``, at once, if no
         process has samples, or another one does not arrive.
@@ -104,7 +104,7 @@ class participants:
         devices = devices if isinstance(devices, (list, tuple)) else [devices]
         devices = [getattr(device, "context", device) for device in devices]
         if not all(isinstance(device, Context) for device in devices):
-            raise ValueError(
+            raise TypeError(
                 f"participants got {devices!r}: give the contexts that have data, or arrays on "
                 "them."
             )

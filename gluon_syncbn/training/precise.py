@@ -46,8 +46,10 @@ def precise_statistics(net):
 
     Raises
     ------
+    TypeError
+        If `net` is not a Block.
     ValueError
-        If `net` is not a Block, or no :class:`SyncBatchNorm` in it follows the batches.
+        If no :class:`SyncBatchNorm` in it follows the batches.
     RuntimeError
         If a parameter has no value yet. The net stays as it was.
 

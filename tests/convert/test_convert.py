@@ -276,17 +276,24 @@ def test_what_is_said(caplog, capsys):
     ],
 )
 def test_other_objects_than_blocks(function, net, words):
-    with pytest.raises(ValueError, match=rf"{function.__name__} takes a Gluon Block and {words}"):
+    with pytest.raises(TypeError, match=rf"{function.__name__} takes a Gluon Block and {words}"):
         function(net)
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"num_devices": 0}, {"group": "all"}, {"also": "MyNorm"}, {"also": [nn.Dense]}]
+    "kind, arguments",
+    [
+        (ValueError, {"num_devices": 0}),
+        (TypeError, {"num_devices": "all"}),
+        (TypeError, {"group": "all"}),
+        (TypeError, {"also": "MyNorm"}),
+        (TypeError, {"also": [nn.Dense]}),
+    ],
 )
-def test_invalid_arguments(arguments):
+def test_invalid_arguments(kind, arguments):
     net = small_net()
     before = description(net)
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    with pytest.raises(kind, match=next(iter(arguments))):
         convert_sync_batchnorm(net, **arguments)
     assert description(net) == before
 

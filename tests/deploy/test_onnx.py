@@ -30,9 +30,9 @@ def export(tmp_path):
 def assert_refused(export, tmp_path):
     """Asserts that the export ends with an error, and that no file is left."""
 
-    def assert_refused(net, shape, match):
+    def assert_refused(net, shape, match, **settings):
         with pytest.raises(sbn.ExportError, match=match):
-            export(net, shape)
+            export(net, shape, **settings)
         assert os.listdir(tmp_path) == []
 
     return assert_refused
@@ -89,6 +89,27 @@ def test_adaptive_pooling(export, size, dtype):
     assert (nodes.count("AveragePool"), nodes.count("MatMul")) == ((1, 0) if even else (0, 2))
     # MXNet's own exporter does not change.
     assert onnx_model.load_onnx()[2].registry_ == before
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_any_batch(export, fold):
+    pool = nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x, output_size=(3, 2)))
+    net = sequential(nn.Conv2D(4, 3), sbn.SyncBatchNorm(), pool, sbn.SyncBatchNorm(axis=-1))
+    net.add(nn.Flatten(), nn.Dense(3), sbn.SyncBatchNorm())
+    ready(net, (2, 3, 16, 16))
+    result = export(net, (2, 3, 16, 16), fold=fold, any_batch=True)
+    session = onnx_model.load_onnx()[1].InferenceSession(result.onnx)
+    for batch in (1, 2, 5):
+        x = mx.nd.random.normal(shape=(batch, 3, 16, 16))
+        (y,) = session.run(None, {"data": x.asnumpy()})
+        expected = net(x).asnumpy()
+        assert np.abs(y - expected).max() <= ONNX * np.abs(expected).max()
+    assert session.get_inputs()[0].shape[1:] == [3, 16, 16]
+
+
+def test_a_net_for_one_batch_size(assert_refused):
+    net = nn.HybridLambda(lambda F, x: F.reshape(x, shape=(2, -1)) * 2)
+    assert_refused(net, (2, 3, 4), r"inputs of shape \(4, 3, 4\)", any_batch=True)
 
 
 def test_random_outputs_are_not_compared(assert_refused):

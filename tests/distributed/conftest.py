@@ -19,6 +19,7 @@ STORES = [
     "test_routes:another_store",
     "test_routes:a_group_that_failed",
     "test_distributed_traps:trainers_that_add_here_alone",
+    "test_distributed_traps:several_trainers",
 ]
 
 

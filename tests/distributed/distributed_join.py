@@ -57,6 +57,30 @@ class Training:
         self.backward(data, labels)
         self.trainer.step(batch_size / self.divided_by)
 
+    def accumulate(self, number, data, labels, batch_size):
+        """Batches 0 and 1 make one step, as 2 and 3 do. The gradients are set to zero at the begin
+        of the first, and after the second."""
+        if number == 0:
+            self.samples = 0
+            self.net.collect_params().setattr("grad_req", "add")
+        if number % 4 == 0:
+            self.clear()
+        self.backward(data, labels)
+        self.samples += batch_size
+        if number % 2:
+            self.finish()
+            if number % 4 == 1:
+                self.clear()
+
+    def finish(self):
+        self.trainer.step(self.samples / self.divided_by)
+        self.samples = 0
+
+    def clear(self):
+        for parameter in self.net.collect_params().values():
+            for gradient in parameter.list_grad() if parameter.grad_req != "null" else ():
+                gradient[:] = 0
+
     def backward(self, data, labels):
         with autograd.record():
             array = mx.np.array if is_np_array() else mx.nd.array
@@ -109,6 +133,12 @@ def trains(world):
         world.save(f"epoch {epoch}", **training.values())
         assert not steps.absent
     world.report("steps", reported)
+    # The last step follows the loop.
+    steps = sbn.distributed.join(batches(world.rank, epoch=3), training.trainer)
+    for number, (data, labels) in enumerate(steps):
+        training.accumulate(number, data, labels, steps.batch_size)
+    training.finish()
+    world.save("accumulated", **training.values())
 
 
 def trains_numpy_arrays(world):

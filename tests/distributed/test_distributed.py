@@ -244,7 +244,7 @@ def test_other_stores_are_refused(kind):
     store = mx.kv.create(kind) if is_made else types.SimpleNamespace(type=kind)
     with pytest.raises(ValueError, match=r"give mx\.kv\.create\('dist_sync'\)"):
         KVStoreReducer(store)
-    with pytest.raises(ValueError, match="import horovod.mxnet as hvd"):
+    with pytest.raises(TypeError, match="import horovod.mxnet as hvd"):
         HorovodReducer(store)
 
 

@@ -36,7 +36,10 @@ def train_alone():
         for data, labels, _ in distributed_join.steps_of_all(epoch, early_stop):
             training.step(data, labels, len(data))
         found.append(training.values())
-    return found
+    for number, (data, labels, _) in enumerate(distributed_join.steps_of_all(epoch=3)):
+        training.accumulate(number, data, labels, len(data))
+    training.finish()
+    return [*found, training.values()]
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +58,31 @@ def test_a_training(joined, alone, epoch):
         assert [row[:2] for row in reported[epoch]] == expected
         absent = [number >= distributed_join.BATCHES[rank] for number in range(len(expected))]
         assert [row[2] for row in reported[epoch]] == absent
-    first, *others = joined.arrays(f"epoch {epoch}")
+    check_values(joined.arrays(f"epoch {epoch}"), alone[epoch])
+
+
+def check_values(of_processes, alone):
+    first, *others = of_processes
     for name, value in first.items():
         for other in others:
             assert_same_bits(other[name], value, name)
-        np.testing.assert_allclose(value, alone[epoch][name], rtol=0, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(value, alone[name], rtol=0, atol=1e-6, err_msg=name)
     for name in FIRST_LAYER:
-        assert_same_bits(first[name], alone[epoch][name], name)
+        assert_same_bits(first[name], alone[name], name)
+
+
+def test_gradients_of_several_batches(joined, alone):
+    """Of which a process without a batch has those of earlier ones."""
+    check_values(joined.arrays("accumulated"), alone[3])
 
 
 @pytest.mark.long
 def test_numpy_arrays(tmp_path):
     """Parameter.zero_grad() refuses those of MXNet."""
     with numpy_arrays():
-        alone = train_alone()[2]
+        alone = train_alone()[3]
     job = run(tmp_path, 3, ["distributed_join:trains_numpy_arrays"])
-    for found in job.arrays("epoch 2"):
+    for found in job.arrays("accumulated"):
         for name, value in alone.items():
             np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
 
@@ -327,21 +339,6 @@ def test_samples_of_an_iterator():
     data = mx.io.NDArrayIter(np.ones((16, 3)), np.ones(16), batch_size=8)
     steps = sbn.distributed.join(data)
     assert [steps.batch_size for _ in steps] == [8, 8]
-
-
-def test_accumulated_gradients_need_an_early_stop():
-    net = mx.gluon.nn.Dense(1, in_units=1, prefix="net_")
-    net.initialize()
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
-    late = sbn.distributed.join([np.ones(1)], trainer)
-    net.weight.grad_req = "add"
-    error = "net_weight accumulates .* give early_stop=True"
-    with pytest.raises(ValueError, match=error):
-        sbn.distributed.join([1], trainer)
-    late._processes = _OneMore()
-    with pytest.raises(ValueError, match=error):
-        list(late)
-    assert list(sbn.distributed.join([np.ones(1)], trainer, early_stop=True))
 
 
 NO_ARRAY = "join got a batch in which there is no array: "

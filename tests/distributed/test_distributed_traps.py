@@ -59,8 +59,7 @@ def trains_on_the_store(world):
     reported["second store"] = error_of(lambda: mx.kv.create("dist_sync"))
     other = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_device_sync")
     reported["store of a Trainer"] = error_of(lambda: other.step(1))
-    _, _, second = net_and_trainer(world, update_on_kvstore=False)
-    reported["second trainer"] = error_of(second)
+    reported["key again"] = error_of(lambda: world.kv.init(0, mx.nd.zeros(3)))
     reported["second reducer"] = error_of(lambda: distributed.KVStoreReducer(world.kv))
     # A DataLoader forks processes that have the store, too.
     data = mx.gluon.data.ArrayDataset(np.ones((6, 3, 6, 6), "float32"))
@@ -69,6 +68,48 @@ def trains_on_the_store(world):
     world.report("trainers", reported)
     arrays = {name: p.data(mx.cpu(0)).asnumpy() for name, p in net.collect_params().items()}
     world.save("trainers", **arrays)
+
+
+def several_trainers(world):
+    """Of two nets, in a random order, each with its own optimizer; one takes over from another."""
+    world.save("several trainers", **train_with_several(world))
+
+
+def train_with_several(world=None):
+    """The parameters after it. By default all samples are of this process."""
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    nets = [nn.HybridSequential(prefix=f"net{number}_") for number in range(2)]
+    for number, net in enumerate(nets):
+        with net.name_scope():
+            # A bias before a normalization has no gradient, only rounding, which adam enlarges.
+            net.add(nn.Dense(5 - number, in_units=4, use_bias=False), sbn.SyncBatchNorm())
+            net.add(nn.Dense(4))
+        mx.random.seed(number)
+        net.initialize()
+        net.hybridize()
+
+    def trainer(number, *optimizer):
+        parameters = nets[number].collect_params()
+        if world and world.engine == "horovod":
+            name = f"{number} {optimizer[0]} "
+            return world.hvd.DistributedTrainer(parameters, *optimizer, prefix=name)
+        more = {"kvstore": world.kv, "update_on_kvstore": False} if world else {"kvstore": None}
+        return mx.gluon.Trainer(parameters, *optimizer, **more)
+
+    of_nets = [trainer(0, "sgd", {"learning_rate": 0.1, "momentum": 0.9}), trainer(1, "adam")]
+    # DistributedTrainer divides by the number of processes, too.
+    samples = 8 / size if world and world.engine == "horovod" else 8
+    random = np.random.RandomState(3)
+    for number in range(12):
+        if number == 6:
+            of_nets[0] = trainer(0, "nag", {"learning_rate": 0.01})
+        x = mx.nd.array(np.split(random.standard_normal((8, 4)), size)[rank])
+        with mx.autograd.record():
+            loss = mx.nd.exp(nets[1](nets[0](x))).sum()
+        loss.backward()
+        for which in random.permutation(2)[: random.randint(1, 3)]:
+            of_nets[which].step(samples)
+    return {name: p.data().asnumpy() for net in nets for name, p in net.collect_params().items()}
 
 
 class Adds(mx.gluon.Trainer):
@@ -179,7 +220,7 @@ REFUSED = {
     "second store": ONE_STORE,
     "store of a Trainer": ONE_STORE,
     # MXNet would wait indefinitely.
-    "second trainer": "make one Trainer for all parameters",
+    "key again": "give each array a key of its own",
 }
 
 
@@ -206,6 +247,14 @@ def test_a_trainer_on_the_store_of_the_layers(trainers):
         assert_same_bits(first[name], second[name], name)
     for reported in trainers.reported("trainers"):
         assert reported["one store"] and reported["late"] == [1, 2]
+
+
+def test_several_trainers_on_a_store(pair):
+    alone = train_with_several()
+    first, second = pair.arrays("several trainers")
+    for name, value in first.items():
+        assert_same_bits(second[name], value, name)
+        np.testing.assert_allclose(value, alone[name], rtol=0, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.long

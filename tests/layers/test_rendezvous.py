@@ -210,6 +210,13 @@ def test_fewer_devices_than_contexts(num_devices, named, which):
             [0, 2],
             [f"was called on {KIND}(2)", f"its devices are 2 ({KIND}(0), {KIND}(1))"],
         ),
+        (
+            1,
+            None,
+            contexts(2),
+            [0],
+            [f"a SyncGroup of {KIND}(0), {KIND}(1)", f"no parameters on {KIND}(1)"],
+        ),
     ],
 )
 def test_other_devices_than_expected_fail_at_once(count, num_devices, named, which, words):
@@ -228,24 +235,23 @@ def test_moving_to_other_contexts():
 
 
 def test_the_graph_of_another_process_does_not_train(tmp_path):
+    """On two devices, of which each has an error."""
     net = prepared("hybrid")
     net.export(str(tmp_path / "net"))
     symbol = (tmp_path / "net-symbol.json").read_text().replace(native.PROCESS, "another")
     (tmp_path / "net-symbol.json").write_text(symbol)
     loaded = mx.gluon.SymbolBlock.imports(
-        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+        str(tmp_path / "net-symbol.json"),
+        ["data"],
+        str(tmp_path / "net-0000.params"),
+        ctx=contexts(2),
     )
-    x = batch()[0]
-    np.testing.assert_array_equal(loaded(x).asnumpy(), net(x).asnumpy())
-
-    def step():
-        with autograd.record():
-            loaded(x).wait_to_read()
-
-    fails(step, "does not exist in this process", "convert_sync_batchnorm", "load its parameters")
-    clear()
+    xs = batch()
+    np.testing.assert_array_equal(loaded(xs[0]).asnumpy(), net(xs[0]).asnumpy())
+    words = "does not exist in this process", "convert_sync_batchnorm", "load its parameters"
+    fails(lambda: fetch(train(loaded, xs)), *words)
     sbn.convert_sync_batchnorm(loaded)
-    step()
+    assert np.isfinite(fetch(train(loaded, xs))).all()
 
 
 def test_an_output_that_one_device_does_not_use():

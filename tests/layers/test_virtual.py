@@ -115,5 +115,5 @@ def test_channels_on_the_axis_of_the_samples():
     ],
 )
 def test_invalid_arguments(count, arguments, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError if isinstance(count, (int, float)) else TypeError, match=words):
         sbn.VirtualBatchNorm(count, **arguments)

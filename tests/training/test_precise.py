@@ -162,6 +162,6 @@ def test_what_is_left_is_named(caplog):
     with pytest.raises(ValueError, match="no SyncBatchNorm follows the batches"):
         with sbn.precise_statistics(net):
             raise AssertionError
-    with pytest.raises(ValueError, match="takes a Gluon Block"):
+    with pytest.raises(TypeError, match="takes a Gluon Block"):
         with sbn.precise_statistics(mx.sym.var("data")):
             raise AssertionError

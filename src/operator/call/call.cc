@@ -192,8 +192,8 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   id_ = {};
   from_batch_ = is_train && !attributes_.use_global_stats;
   if (is_shared()) {
-    check_layer();
     id_.meets = true;
+    check_layer();
     check_engine();
     // Before anything that may fail on this device only: so the others know which call has failed.
     id_ = globals.rendezvous->next_call(layer_, device_, attributes_.node);
