@@ -182,9 +182,9 @@ def sections(figures):
     yield (
         f"Milliseconds, medians of {figures['repetitions']} rounds and means over the workers. "
         "*Behind a layer*: the bare call again, right after a layer that does not synchronize. "
-        "*Added*: by synchronization to a layer, in each pass, *through* shared memory or the "
-        "store. *Added / bare*: the median of the rounds' ratios of what was added to a pass, the "
-        "mean of both, to the bare call."
+        "*Added*: what synchronization through shared memory or the store adds to a layer, in each "
+        "pass. *Added / bare*: the mean of what was added to forward and backward, divided by the "
+        "bare call; the median of the rounds."
     )
     header = ["bare call", "workers", "through", "C", "bare", "behind a layer", "`all_gather`"]
     header += ["added: forward", "backward", "added / bare"]
