@@ -42,12 +42,16 @@ class participants:
                     ...                             # record, backward
                 trainer.step(samples)               # those of all processes
 
-    Here the layers take part without samples in what the last step of this Trainer exchanged in
-    this process, all its passes in their order, or once each before its first one. So the others
-    get the statistics and gradients of their samples, and all the same running statistics. (A net
-    that calls a layer several times, leaves some out, or calls them in another order than it makes
-    them, needs a first step with samples in each process.) A step ends where its Trainer steps, and
-    begins after the one before or where a context does; of the last two steps the shorter counts.
+    Here the layers take part without samples: they repeat the exchanges of this Trainer's last step
+    in this process, all its passes in their order. Before the Trainer's first step they make one
+    exchange each in forward and in backward, so a net that calls a layer several times, leaves some
+    out, or calls them in another order than it makes them, needs a first step with samples in each
+    process. The others get the statistics and gradients of their samples, and all get the same
+    running statistics.
+
+    A step ends where its Trainer steps. It begins after the step before it, of any Trainer, or
+    where a later `participants` begins. Of a Trainer's last two steps the one with fewer exchanges
+    is repeated, as the other may include passes that all processes gave up.
 
     A process that has samples for the net, but none for some of its blocks, such as a head, says so
     between the call of what comes before them and the Trainer's step::
