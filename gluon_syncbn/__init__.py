@@ -22,6 +22,7 @@ __all__ = [
     "SyncBatchNorm",
     "SyncBatchNormReLU",
     "SyncGroup",
+    "UnevenBatches",
     "VirtualBatchNorm",
     "convert_sync_batchnorm",
     "distributed",

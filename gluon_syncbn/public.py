@@ -13,6 +13,7 @@ from .groups.group import SyncGroup, set_default_group
 from .layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
 from .layers.virtual import VirtualBatchNorm
 from .native import recover
+from .training.estimator import UnevenBatches
 from .training.participants import participants
 from .training.precise import precise_statistics
 

@@ -1,0 +1,29 @@
+"""Batches of any size in Gluon's Estimator."""
+
+from mxnet.gluon.contrib.estimator import BatchProcessor
+from mxnet.gluon.utils import split_and_load
+
+from .participants import participants
+
+
+class UnevenBatches(BatchProcessor):
+    """A BatchProcessor for batches that do not divide evenly among the devices, in training and in
+    validation. A batch with fewer samples than devices leaves the last devices idle, as
+    :class:`participants` does. ::
+
+        from mxnet.gluon.contrib.estimator import Estimator
+
+        Estimator(net, loss, context=devices, trainer=trainer, batch_processor=sbn.UnevenBatches())
+    """
+
+    def fit_batch(self, estimator, train_batch, batch_axis=0):
+        with participants(_used(train_batch, estimator.context, batch_axis)):
+            return super().fit_batch(estimator, train_batch, batch_axis)
+
+    def _get_data_and_label(self, batch, ctx, batch_axis=0):
+        used = _used(batch, ctx, batch_axis)
+        return [split_and_load(part, used, batch_axis, even_split=False) for part in batch[:2]]
+
+
+def _used(batch, devices, batch_axis):
+    return devices[: batch[0].shape[batch_axis]]
