@@ -35,7 +35,7 @@ if os.environ.get("GLUON_SYNCBN_TEST_DEVICES") == "gpu":
 # Files that look at the same clusters (distributed/conftest.py).
 _CLUSTERS = (
     "routes distributed distributed_empty distributed_groups distributed_join distributed_module "
-    "distributed_sums distributed_traps"
+    "distributed_recipes distributed_sums distributed_traps"
 ).split()
 
 

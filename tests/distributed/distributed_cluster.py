@@ -23,6 +23,8 @@ WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "distributed_w
 STORE = {"GLUON_SYNCBN_SHARED_MEMORY": "0"}
 # Topics of four processes, which may be on two machines.
 FOUR = ["distributed_stores:sums", "distributed_bits:bits", "distributed_groups:sizes_of_groups"]
+FOUR += [f"distributed_recipes:{name}" for name in ("groups_of_any_ranks", "bad_batches")]
+FOUR += ["distributed_recipes:parts_of_a_data_set"]
 
 
 def has_horovod():
