@@ -9,7 +9,9 @@ from .participants import participants
 class UnevenBatches(BatchProcessor):
     """A BatchProcessor for batches that do not divide evenly among the devices, in training and in
     validation. A batch with fewer samples than devices leaves the last devices idle, as
-    :class:`participants` does. ::
+    :class:`participants` does.
+
+    ::
 
         from mxnet.gluon.contrib.estimator import Estimator
 
