@@ -5,6 +5,8 @@ A page's blocks run in one process. Above a block that needs it stands an HTML c
 readers do not see: `run first` with code to run before the block, or `not run:` with a reason.
 """
 
+import inspect
+import operator
 import re
 import shlex
 from pathlib import Path
@@ -33,6 +35,7 @@ OPERATOR = ROOT / "src" / "operator"
 ROOTS = [ROOT, ROOT / "gluon_syncbn", OPERATOR]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 DESIGN = (ROOT / "docs" / "design.md").read_text("utf-8")
+REFERENCE = {p.stem: p.read_text("utf-8") for p in (ROOT / "docs" / "reference").glob("*.md")}
 
 
 def name_of(path):
@@ -172,7 +175,47 @@ def test_the_map_of_contributing_names_what_is_there():
 
 
 def test_reference_has_all_public_names():
-    text = "".join(path.read_text("utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
+    text = "".join(REFERENCE.values())
     found = re.findall(r"^\.\. auto(?:class|exception|function):: (\w+)$", text, re.MULTILINE)
     public = {*sbn.__all__, *sbn.distributed.__all__} - {"__version__", "distributed"}
     assert not public - set(found)
+
+
+def first_sentence(text):
+    """In Markdown, without Sphinx's roles."""
+    text = re.sub(r":\w+:(?=`)", "", " ".join(text.split())).replace("``", "`")
+    return re.match(r".+?\.(?= |$)", text)[0]
+
+
+def signature_of(value):
+    """Without annotations; of more than eight arguments, the first five. Errors have none."""
+    if inspect.ismodule(value) or value.__name__.endswith("Error"):
+        return ""
+    parameters = inspect.signature(value).parameters.values()
+    arguments = [str(parameter.replace(annotation=parameter.empty)) for parameter in parameters]
+    if len(arguments) > 8:
+        arguments[5:] = ["..."]
+    return f"`({', '.join(arguments)})`"
+
+
+def test_tables_of_the_reference_are_those_of_the_code():
+    found = [
+        [re.match(r"\[`([\w.]+)`\]\(#", name)[1], *cells]
+        for page in REFERENCE.keys() - {"commands"}
+        for name, *cells in table(REFERENCE[page], "| name ")[1:]
+    ]
+    public = {*sbn.__all__, *(f"distributed.{name}" for name in sbn.distributed.__all__)}
+    values = {name: operator.attrgetter(name)(sbn) for name in public - {"__version__"}}
+    assert sorted(found) == sorted(
+        [name, signature_of(value), first_sentence(value.__doc__)] for name, value in values.items()
+    )
+
+
+def test_table_of_commands_is_that_of_their_help(capsys):
+    expected = []
+    for name in files._parser()._subparsers._group_actions[0].choices:
+        with pytest.raises(SystemExit):
+            files.main([name, "--help"])
+        description = capsys.readouterr().out.split("\n\n")[1]
+        expected.append([f"[`{name}`](#{name})", first_sentence(description)])
+    assert table(REFERENCE["commands"], "| command ")[1:] == expected
