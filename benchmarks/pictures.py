@@ -56,11 +56,12 @@ def panels(shapes, label):
     """A figure with a panel for each shape of x, or one alone."""
     rows, columns = -(-len(shapes) // 2), min(len(shapes), 2)
     figure = Figure(figsize=(9, 3.2 if len(shapes) == 1 else 5.5), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, shape in zip(grid, shapes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
-        axes.set_title(shape and f"x of {shape}", fontsize=9)
+        axes.set_title(shape and f"x of {tuple(shape)}", fontsize=9)
     figure.supxlabel(label, fontsize=9)
     return figure, grid
 
@@ -74,6 +75,7 @@ def draw_bars(axes, values, limit=math.inf):
             left, bottom = 0.9 * limit, bar.get_y()
             edges = [left, left + 0.03 * limit], [bottom + bar.get_height(), bottom]
             axes.plot(*edges, color="white", linewidth=4, solid_capstyle="butt")
-    axes.bar_label(bars, [f"{length:.3g}" for length in lengths], padding=2, fontsize=8)
+    digits = [f"{length:#.3g}".rstrip(".") for length in lengths]
+    axes.bar_label(bars, digits, padding=2, fontsize=8)
     axes.margins(x=0.12)
     axes.invert_yaxis()
