@@ -89,6 +89,11 @@ def _add_sidebar(app, name, text):
         text[0] += "\n" + (ROOT / "docs/index.md").read_text()
 
 
+def _leave_out_of_search(app, env):
+    for name in ("CHANGELOG", "CONTRIBUTING"):
+        env.metadata[name]["nosearch"] = True
+
+
 def _finish(app, error):
     if error or app.builder.name != "html":
         return
@@ -106,4 +111,5 @@ def _finish(app, error):
 def setup(app):
     app.add_html_math_renderer("svg", (_visit_math, None), (_visit_math, None))
     app.connect("source-read", _add_sidebar)
+    app.connect("env-updated", _leave_out_of_search)
     app.connect("build-finished", _finish)
