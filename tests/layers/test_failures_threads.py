@@ -288,4 +288,52 @@ def test_a_net_that_runs_out_of_workspaces():
     done = programs.run(["-c", WITHOUT_WORKSPACES], env=environment)
     seconds, _, text = done.stdout.partition(" ")
     assert float(seconds) < 12, done
-    assert "MXNET_CPU_TEMP_COPY" in text and "Usual causes" not in text, done
+    assert "a thread of its own" in text and "Usual causes" not in text, done
+
+
+IN_THREADS = """
+import os, sys
+import gluon_syncbn as sbn, mxnet as mx
+from concurrent.futures import ThreadPoolExecutor
+from mxnet import autograd, gluon
+
+devices = [mx.cpu(number) for number in range(3)]
+net = sbn.convert_sync_batchnorm(gluon.model_zoo.vision.resnet18_v1(classes=5))
+mx.random.seed(1)
+net.initialize(mx.init.Xavier())
+net(mx.nd.ones((1, 3, 32, 32)))  # Deferred initialization draws the thread's random numbers.
+net.collect_params().reset_ctx(devices)
+if sys.argv[1] != "imperative":
+    net.hybridize(static_alloc=sys.argv[1] == "static_alloc")
+trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+
+
+def forward_backward(x):
+    with autograd.record():
+        loss = (net(x) ** 2).mean()
+    loss.backward()
+    return loss
+
+
+threads = [ThreadPoolExecutor(1) for _ in devices]
+call = (lambda thread, x: thread.submit(forward_backward, x).result())
+if "MXNET_CPU_TEMP_COPY" in os.environ:
+    call = (lambda thread, x: forward_backward(x))
+for step in range(4):
+    x = mx.nd.sin(mx.nd.arange(9 * 3 * 32 * 32).reshape((9, 3, 32, 32)) * (step + 1))
+    losses = [*map(call, threads, gluon.utils.split_and_load(x, devices))]
+    trainer.step(9)
+print([float(loss.asscalar()) for loss in losses])
+"""
+
+
+@pytest.mark.cpu_only("only CPU contexts share workspaces")
+@pytest.mark.parametrize("mode", ["imperative", "hybrid", "static_alloc"])
+def test_a_thread_for_each_context(mode):
+    """Each has workspaces of its own, so the default number is enough; the bits are the same."""
+    environment = programs.users_environment()
+    texts = [
+        programs.run(["-c", IN_THREADS, mode], env={**environment, **more}).stdout
+        for more in ({}, {"MXNET_CPU_TEMP_COPY": "512"})
+    ]
+    assert texts[0].startswith("[") and texts[0] == texts[1]

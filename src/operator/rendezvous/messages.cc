@@ -117,12 +117,10 @@ std::string Layer::causes(const Key& key, const Meeting& meeting, const Calls& c
 std::string workspaces_text() {
   const char* const set = std::getenv("MXNET_CPU_TEMP_COPY");
   const int workspaces = set ? std::atoi(set) : 4;  // MXNet's default.
-  constexpr int kForSmallNets = 64;
   return "an operator of one CPU context holds one of the " + std::to_string(workspaces) +
-         " workspaces, which another needs to get here: set MXNET_CPU_TEMP_COPY=" +
-         std::to_string(std::max(kForSmallNets, 4 * workspaces)) +
-         ", and with dropout MXNET_CPU_PARALLEL_RAND_COPY=64, before MXNet starts "
-         "(docs/guide.md#limits), or take one process per context.";
+         " workspaces of this thread, which another needs to get here: call each context in a "
+         "thread of its own (docs/guide.md#several-cpu-contexts), or take one process per context. "
+         "Or set MXNET_CPU_TEMP_COPY to more.";
 }
 
 std::string State::where_missing_wait(const Layer& layer, const Meeting& meeting) const {
