@@ -22,11 +22,12 @@ Output:
 
 Failures:
     When a worker, a server or the scheduler dies, or ends by ``os._exit(0)`` before its script
-    does, its exit code and its last lines are shown, and all others of this launcher are ended
-    within 10 seconds, with the processes that they started. The launcher then ends with that exit
-    code, or 128 plus the number of the signal. If several die, the first counts. A process that
-    hangs is not noticed here: with a ``KVStoreReducer`` or a ``HorovodReducer`` those that wait for
-    it end after the timeout. With ``--restarts`` all processes of this launcher then start again.
+    does, its exit code and its last lines, of a traceback only the message, are shown, and all
+    others of this launcher are ended within 10 seconds, with the processes that they started. The
+    launcher then ends with that exit code, or 128 plus the number of the signal. If several die,
+    the first counts. A process that hangs is not noticed here: with a ``KVStoreReducer`` or a
+    ``HorovodReducer`` those that wait for it end after the timeout. With ``--restarts`` all
+    processes of this launcher then start again.
 
 Signals:
     Ctrl-C, SIGTERM and SIGHUP, as SIGTERM, are passed on to the workers. Those that have not ended

@@ -23,7 +23,6 @@ _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended
 _POLL_SECONDS = 0.05
 _PF_EXITING = 4  # linux/sched.h
 _SAME_SIGNAL_SECONDS = 0.5
-_TAIL_LINES, _TAIL_COLUMNS = 20, 400
 _LONGEST_LINE = 1 << 20
 _SAY_SECONDS = 2
 _locks = {}  # By file. Each is held while somebody writes to the file.
@@ -79,7 +78,8 @@ class Child:
         self.reported = None  # The exit code with which its script ended.
         self.ended = math.inf  # When the script failed, or else the process ended, as we learn it.
         self.write_error = None
-        self._tails = [collections.deque(maxlen=_TAIL_LINES) for _ in range(2)]
+        # The last lines of stdout and of stderr, which says why it ended.
+        self.tails = collections.deque(maxlen=1), collections.deque(maxlen=20)
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
         self._prefix = f"[{number if self.is_worker else name}] "
         task = "run" if self.is_worker else "serve"
@@ -97,7 +97,7 @@ class Child:
         pipes, targets = (self.process.stdout, self.process.stderr), (sys.stdout, sys.stderr)
         self.relays = [
             threading.Thread(target=self._relay, args=arguments, daemon=True)
-            for arguments in zip(pipes, targets, self._tails)
+            for arguments in zip(pipes, targets, self.tails)
         ]
         for relay in [*self.relays, threading.Thread(target=self._note_end, daemon=True)]:
             relay.start()
@@ -113,7 +113,11 @@ class Child:
         with pipe:
             for line in iter(lambda: pipe.readline(_LONGEST_LINE), ""):
                 line = line.rstrip("\n")
-                tail.append(line[:_TAIL_COLUMNS].encode(errors="replace").decode())
+                # Of a traceback only the message, which comes after the indented frames.
+                if line.startswith('  File "'):
+                    tail.clear()
+                elif line.strip() and (tail or not line.startswith(" ")):
+                    tail.append(line)
                 error = _write(target, f"{self._prefix}{line}\n")
                 self.write_error = self.write_error or error
 
@@ -145,10 +149,6 @@ class Child:
                 number = signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-
-    def last_lines(self):
-        """The last lines of its output; those of stderr come last, as they say why it ended."""
-        return [line for tail in self._tails for line in list(tail)][-_TAIL_LINES:]
 
     def ending(self):
         name, code = f"{self.name} (process {self.process.pid})", self.failed()
@@ -358,10 +358,10 @@ class Launch:
                 other.signal(signal.SIGTERM)
         self._wait_for([child], runner.EXIT_HOOKS_SECONDS + 1)
         _drain([child])
-        lines = "".join(f"\n    {line}" for line in child.last_lines())
-        lines = f"Its last lines:{lines}" if lines else "It had printed nothing."
         also = "".join(f"{state}: {', '.join(names)}. " for state, names in states.items() if names)
-        say(f"{child.ending()}, so all others are ended. {also}{lines}")
+        lines = "".join(f"\n    {line}" for tail in child.tails for line in list(tail)) or " none"
+        also += f"Last lines of {child.name}:{lines}"
+        say(f"{child.ending()}, so all others are ended. {also}")
         code = child.failed()
         return code if code > 0 else 128 - code
 

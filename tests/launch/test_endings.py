@@ -49,8 +49,6 @@ if os.environ["GLUON_SYNCBN_RANK"] == "0":
 while not os.path.exists("port"):
     pass
 connection = socket.create_connection(("127.0.0.1", int(open("port").read())))
-for number in range(30):
-    print("line", number, flush=True)
 print("dies", os.getpid(), time.time(), flush=True)
 {DEATHS[death][0]}
 """
@@ -61,10 +59,27 @@ print("dies", os.getpid(), time.time(), flush=True)
     sentence = rf"worker 1 \(process {number}\) {sentence}, so all others are ended\."
     assert re.search(sentence, launcher.errors), launcher.errors
     assert time.time() - float(when) < ENDED_SECONDS
-    tail = launcher.errors.partition("Its last lines:\n")[2].splitlines()
+    tail = launcher.errors.partition("Last lines of worker 1:\n")[2].splitlines()
     tail = [line for line in tail if not line.startswith("[0] ")]
-    assert 15 < len(tail) <= 20 and f"    dies {number} {when}" in tail and "    line 29" in tail
-    assert ("    ValueError: bad" in tail) == (death == "an exception")
+    message = ["    ValueError: bad"] if death == "an exception" else []
+    assert tail == [f"    dies {number} {when}", *message]
+
+
+@pytest.mark.parametrize(
+    "message, shown",
+    [
+        ("word " * 1000 + "end", "ValueError: " + "word " * 1000 + "end"),
+        ("first:\n    more\n\nlast", "ValueError: first:\n        more\n    last"),
+        ('Traceback:\n  File "a.cc", line 1\nMXNetError: end', "MXNetError: end"),
+    ],
+    ids=["long", "of several lines", "MXNet's"],
+)
+def test_the_message_of_an_error_is_shown_whole(message, shown, alone):
+    """And its traceback only once."""
+    end = "import atexit\natexit.register(print, 'line\\n' * 1000)\n"
+    launcher = alone(f"{end}raise ValueError({message!r})")
+    assert launcher.end() == 1
+    assert launcher.errors.endswith(f"Last lines of worker 1:\n    line\n    {shown}\n")
 
 
 # How a worker ends, the launcher's exit code, and what it says. The last two are no failures.
@@ -137,7 +152,7 @@ raise RuntimeError("nobody else came")
 """
     launcher = start(script, "-n", "2")
     assert launcher.end() == 1
-    assert "Ended well before: worker 0. Its last lines:" in launcher.errors
+    assert "Ended well before: worker 0. Last lines of worker 1:" in launcher.errors
 
 
 @pytest.mark.parametrize("number", [1, 2])
