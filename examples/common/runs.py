@@ -173,10 +173,17 @@ class Run:
                 f"the loss of step {step} is {loss}: start again with a lower --lr than "
                 f"{self.options['lr']:g}; the last checkpoint is from before"
             )
-        self.state["losses"].append(loss)
-        if step % self.options["log_every"] == 0 or step == self.options["steps"]:
-            losses, self.state["losses"] = self.state["losses"], []
-            self._add_row(step, loss=sum(losses) / len(losses))
+        losses, steps = self.state["losses"], self.options["steps"]
+        losses.append(loss)
+        ends_row = step % self.options["log_every"] == 0 or step == steps
+        if ends_row or step == 1:
+            mean, minutes = sum(losses) / len(losses), self.seconds / step * (steps - step) / 60
+            # The first step takes much longer than the others.
+            left = f", about {minutes:.0f} minutes left" if 1 < step < steps else ""
+            self.say(f"step {step} of {steps}: loss {mean:.4f}{left}")
+        if ends_row:
+            self.state["losses"] = []
+            self._add_row(step, loss=mean)
 
     def add_validation(self, *scores):
         """Print the values of the measures. The state keeps the step of the best."""

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import os
+import re
 import subprocess
 import sys
 import time
@@ -85,7 +86,9 @@ class Example:
     def check_two_processes(self, run, folder, *arguments, engine="kvstore", later=1e-3):
         """Trains in two processes as in the run; `later` is the tolerance after step 5."""
         launcher = f"-m gluon_syncbn.launch -n 2 --engine {engine}".split()
-        self.trained(*arguments, "--output", folder, launcher=launcher)
+        done = self.trained(*arguments, "--output", folder, launcher=launcher)
+        said = re.findall(r"^(.*step \d+ of 20: loss) \d", done.out, re.MULTILINE)
+        assert said == [f"[0] step {step} of 20: loss" for step in (1, 5, 10, 15, 20)], done.out
         for ours, theirs in zip(rows_of(folder), rows_of(run)):
             assert ours["step"] == theirs["step"]
             if ours["loss"]:
