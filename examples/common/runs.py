@@ -19,7 +19,6 @@ from pathlib import Path
 
 import mxnet as mx
 import numpy as np
-from tqdm import tqdm
 
 from common import plots
 from common.files import InputError, replacing
@@ -164,8 +163,7 @@ class Run:
 
     def say(self, text):
         if self.writes:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            print(text, flush=True)
 
     def add_loss(self, step, loss):
         if not math.isfinite(loss):

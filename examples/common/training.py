@@ -13,7 +13,6 @@ import numpy as np
 from gluoncv.utils import LRScheduler, LRSequential
 from mxnet import gluon
 from mxnet.contrib import amp
-from tqdm import tqdm
 
 from common import runs
 from common.files import InputError, count
@@ -143,23 +142,21 @@ def steps(run, processes, batches, count, validate, in_flight):
     all processes. The caller makes the step and appends its losses to `in_flight`. Validates when
     that is due, and ends early when interrupted."""
     options, interrupt = argparse.Namespace(**run.options), runs.Interrupt()
-    with tqdm(total=options.steps, initial=run.step, disable=None if run.writes else True) as bar:
-        while True:
-            if run.due(options.validate_every):
-                note_losses(run, processes, in_flight, 0)
-                validate()
-            if run.step >= options.steps:
-                break
-            passes = [next(batches) for _ in range(options.accumulate)]
-            own = sum(count(each) for each in passes)
-            counted, stop = processes.sum("step", [own, interrupt.requested])
-            if stop:
-                break
-            yield passes, max(counted, 1)
-            run.step += 1
-            note_losses(run, processes, in_flight, STEPS_IN_FLIGHT)
-            bar.update()
-        note_losses(run, processes, in_flight, 0)
+    while True:
+        if run.due(options.validate_every):
+            note_losses(run, processes, in_flight, 0)
+            validate()
+        if run.step >= options.steps:
+            break
+        passes = [next(batches) for _ in range(options.accumulate)]
+        own = sum(count(each) for each in passes)
+        counted, stop = processes.sum("step", [own, interrupt.requested])
+        if stop:
+            break
+        yield passes, max(counted, 1)
+        run.step += 1
+        note_losses(run, processes, in_flight, STEPS_IN_FLIGHT)
+    note_losses(run, processes, in_flight, 0)
 
 
 def note_losses(run, processes, in_flight, allowed):
