@@ -12,7 +12,7 @@ import numpy
 
 from .. import native
 from ..groups.group import default_group
-from ..trainers import before_adding_up, check_trainer, clear, trained
+from ..trainers import after_update, before_adding_up, check_trainer, clear, trained
 
 # Loops that have begun and not ended, the innermost last.
 _loops = []
@@ -26,10 +26,10 @@ def _follow_innermost():
     if _joined != before:
         # Calls of the last step may still be on their way to their exchanges. Python drops what is
         # raised where the iterator of a loop is deleted.
-        native.wait_unheard("before a loop over join went on or was left")
+        native.wait_unheard("at the end of a batch of join")
         native.set_joined(_joined)
     for loop in _loops:
-        loop._set_aside(_joined and loop.absent)
+        loop._set_aside(_joined and loop.absent, loop._trainers)
 
 
 @contextlib.contextmanager
@@ -72,8 +72,9 @@ class join:
     Parameters
     ----------
     batches : iterable
-    trainer : mxnet.gluon.Trainer, optional
-        The Trainer whose gradients are set to zero. Without one your loop must do so: see `absent`.
+    trainer : mxnet.gluon.Trainer or list of them, optional
+        All Trainers that step in the loop: their gradients are set to zero. Without any your loop
+        must do so: see `absent`.
     group : SyncGroup, optional
         By default that of the layers: see :func:`gluon_syncbn.set_default_group`.
     early_stop : bool
@@ -99,15 +100,18 @@ class join:
     TypeError
         If `batches` is not iterable, `trainer` is not a Trainer, or a batch has no array.
     RuntimeError
-        If a process does not arrive at the step. From ``trainer.step``: see above.
+        If a process does not arrive at the step. From ``trainer.step``: see above, and for another
+        Trainer than those given, in a process that has joined.
     """
 
     def __init__(self, batches, trainer=None, group=None, early_stop=False):
-        check_trainer(trainer, "join")
+        trainers = trainer if isinstance(trainer, (list, tuple)) else [trainer]
+        for each in trainers:
+            check_trainer(each, "join")
         if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
             raise TypeError(f"join got {batches!r}: give the batches, such as a DataLoader.")
         self._batches = batches
-        self._trainer = trainer
+        self._trainers = [each for each in trainers if each is not None]
         self._processes = (group or default_group())._processes
         self._early_stop = early_stop
         self.absent = False
@@ -153,12 +157,12 @@ class join:
         self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
         return self.processes == len(everyone) if self._early_stop else self.processes > 0
 
-    def _set_aside(self, aside):
+    def _set_aside(self, aside, trainers):
         """Whether backward writes gradients that are accumulated into arrays that are dropped. The
         parameters keep their own."""
-        if self._trainer is None or not (aside or self._aside):
+        if not (aside or self._aside):
             return
-        for parameter in trained(self._trainer._params):
+        for parameter in trained(p for trainer in trainers for p in trainer._params):
             if parameter.grad_req != "add" or aside == (parameter in self._aside):
                 continue
             fresh = [data._fresh_grad for data in parameter._data]
@@ -191,7 +195,7 @@ class join:
         if token is not self._token:  # There is another one since.
             return
         self._token, self.absent = None, False
-        self._set_aside(False)
+        self._set_aside(False, self._trainers)
         if self in _loops:
             _loops.remove(self)
             _follow_innermost()
@@ -202,13 +206,15 @@ class join:
         most = max(1, self._most_steps[trainer])
         if not self.absent or self._steps[trainer] <= most:
             return
-        text = (
+        self._fail(
             f"join: the Trainer steps {self._steps[trainer]} times with one batch of a process "
             f"that has none left, and stepped at most {most} before. If the loop over join was "
             "left early, something still refers to its iterator, and the gradients would be zeros: "
             "delete it, and what is around it, where you leave the loop. Within the loop, step "
             "equally often with each batch."
         )
+
+    def _fail(self, text):
         if self._processes is not None:
             self._processes.fail(text)
         raise RuntimeError(text)
@@ -234,19 +240,34 @@ class _Batches:
             self._steps._leave(self._token)
 
 
+def _absent():
+    """Loops whose batch is not one of this process. A loop within one that has joined has batches
+    of its own."""
+    return [loop for loop in _loops if _joined and loop.absent and loop._trainers]
+
+
 def _before_adding_up(trainer):
-    if not _loops:
-        return
-    _loops[-1]._count_step(trainer)
-    # A loop within one that has joined has batches of its own.
-    absent = [loop for loop in _loops if _joined and loop.absent and loop._trainer is trainer]
+    if _loops:
+        _loops[-1]._count_step(trainer)
+    absent = _absent()
+    if absent and not any(trainer in loop._trainers for loop in absent):
+        absent[-1]._fail(
+            "join: a Trainer steps with a batch of a process that has none left, and is not one of "
+            "those that join got, so its gradients would count: give join the list of all Trainers."
+        )
     for loop in absent:
-        loop._set_aside(False)
+        loop._set_aside(False, [trainer])
     for parameter in trained(trainer._params) if absent else ():
         for gradient in parameter.list_grad() if parameter.grad_req != "add" else ():
             clear(gradient)
 
 
+def _after_update(trainer):
+    for loop in _absent():
+        loop._set_aside(True, [trainer])
+
+
+after_update.append(_after_update)
 before_adding_up.append(_before_adding_up)
 
 

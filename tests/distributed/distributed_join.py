@@ -51,11 +51,18 @@ class Training:
         self.net.hybridize()
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         optimizer = {"learning_rate": 0.1, "momentum": 0.9}
-        self.trainer = trainer(self.net.collect_params(), "sgd", optimizer, **arguments)
+        self.make = lambda params, **more: trainer(params, "sgd", optimizer, **arguments, **more)
+        self.trainers = [self.make(self.net.collect_params())]
+
+    def split(self):
+        """From now on there are two Trainers."""
+        parameters = list(self.net.collect_params().values())
+        names = ({"prefix": name} if self.divided_by > 1 else {} for name in "ab")
+        self.trainers = [self.make(parameters[start::2], **next(names)) for start in range(2)]
 
     def step(self, data, labels, batch_size):
         self.backward(data, labels)
-        self.trainer.step(batch_size / self.divided_by)
+        self.trainers[0].step(batch_size / self.divided_by)
 
     def accumulate(self, number, data, labels, batch_size):
         """Batches 0 and 1 make one step, as 2 and 3 do. The gradients are set to zero at the begin
@@ -73,7 +80,8 @@ class Training:
                 self.clear()
 
     def finish(self):
-        self.trainer.step(self.samples / self.divided_by)
+        for trainer in self.trainers:
+            trainer.step(self.samples / self.divided_by)
         self.samples = 0
 
     def clear(self):
@@ -123,7 +131,7 @@ def trains(world):
     reported = []
     for epoch, early_stop in enumerate((False, True, False)):
         steps = sbn.distributed.join(
-            batches(world.rank, epoch), training.trainer, early_stop=early_stop
+            batches(world.rank, epoch), training.trainers, early_stop=early_stop
         )
         rows = []
         for data, labels in steps:
@@ -133,8 +141,9 @@ def trains(world):
         world.save(f"epoch {epoch}", **training.values())
         assert not steps.absent
     world.report("steps", reported)
+    training.split()
     # The last step follows the loop.
-    steps = sbn.distributed.join(batches(world.rank, epoch=3), training.trainer)
+    steps = sbn.distributed.join(batches(world.rank, epoch=3), training.trainers)
     for number, (data, labels) in enumerate(steps):
         training.accumulate(number, data, labels, steps.batch_size)
     training.finish()
@@ -175,14 +184,14 @@ def one_has_no_batch(world):
     training = Training(kvstore=world.kv, update_on_kvstore=False)
     mine = batches(0) if world.rank == 0 else []
     with reporting(world, "one_has_no_batch"):
-        for data, labels in sbn.distributed.join(mine, training.trainer):
+        for data, labels in sbn.distributed.join(mine, training.trainers[0]):
             training.step(data, labels, 2)
 
 
 def one_leaves_a_loop(world):
     """While rank 1 has none left."""
     training = Training(kvstore=world.kv, update_on_kvstore=False)
-    kept = enumerate(sbn.distributed.join(batches(world.rank), training.trainer))
+    kept = enumerate(sbn.distributed.join(batches(world.rank), training.trainers[0]))
     with reporting(world, "one_leaves_a_loop"):
         for number, (data, labels) in kept:
             training.step(data, labels, 4)

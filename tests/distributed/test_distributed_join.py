@@ -36,6 +36,7 @@ def train_alone():
         for data, labels, _ in distributed_join.steps_of_all(epoch, early_stop):
             training.step(data, labels, len(data))
         found.append(training.values())
+    training.split()
     for number, (data, labels, _) in enumerate(distributed_join.steps_of_all(epoch=3)):
         training.accumulate(number, data, labels, len(data))
     training.finish()
@@ -293,6 +294,21 @@ def test_a_loop_that_goes_on():
         assert training.learns() == [True, True] and not steps.absent
     expected = [(number, False, [True, True]) for number in range(3)]
     assert found == expected + [(2, True, [False, False])] * 4
+
+
+def test_a_trainer_that_join_did_not_get():
+    """Its gradients would be those of a repeated batch."""
+    training, other = _Training(), _Training()
+    steps = sbn.distributed.join([X], training.trainer)
+    steps._processes = _OneMore()
+    for _ in steps:
+        if not steps.absent:
+            other.learns()
+            continue
+        with pytest.raises(RuntimeError, match="give join the list of all Trainers") as raised:
+            other.learns()
+        assert str(raised.value) == steps._processes.failure
+        break
 
 
 def test_an_earlier_loop_is_deleted_in_a_later_one():

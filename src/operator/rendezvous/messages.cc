@@ -14,7 +14,7 @@ constexpr char kUsualCauses[] =
 std::string no_backward_text(const std::string& who) {
   return "autograd.backward was not called for the loss of " + who +
          ", or one device's loss uses an output of the net that another's does not: use each in "
-         "all of them, times 0 where it must not count, or hybridize the net;";
+         "all of them, times 0 where it must not count, or hybridize the net";
 }
 
 }  // namespace
@@ -86,23 +86,23 @@ std::string Layer::causes(const Key& key, const Meeting& meeting, const Calls& c
     causes.push_back(no_backward_text(who));
     causes.push_back(
         "the losses of several devices were added up on one of them, and MXNet fuses what waits "
-        "for this device with what another needs: give autograd.backward the list of the losses;");
+        "for this device with what another needs: give autograd.backward the list of the losses");
   } else if (is_known && !is(Calls::Standing::kNotMade)) {
     causes.push_back("the call of " + who +
-                     " has been made, and operations before it have not ended;");
+                     " has been made, and operations before it have not ended");
   } else if (!ahead(key).empty()) {
-    causes.push_back("the net is called more often on one device than on another;");
+    causes.push_back("the net is called more often on one device than on another");
   } else {
     causes.push_back("the loop over the devices left out " + who +
                      ", ended before (a last batch with too few samples: "
-                     "gluon_syncbn.participants; an exception), or waited for a result first;");
+                     "gluon_syncbn.participants; an exception), or waited for a result first");
     if (config.num_devices > 0) {
       causes.push_back("num_devices=" + std::to_string(config.num_devices) +
-                       " is larger than the number of devices in use;");
+                       " is larger than the number of devices in use");
     } else if (key.sequence == 0) {
       causes.push_back(
           "threads make the first call of a net whose parameters have no values yet (gluoncv's "
-          "DataParallelModel: give it sync=False);");
+          "DataParallelModel: give it sync=False)");
     }
   }
   const bool has_cpus = std::count_if(config.devices.begin(), config.devices.end(), is_cpu) > 1;
@@ -120,7 +120,7 @@ std::string workspaces_text() {
   return "an operator of one CPU context holds one of the " + std::to_string(workspaces) +
          " workspaces of this thread, which another needs to get here: call each context in a "
          "thread of its own (docs/guide.md#several-cpu-contexts), or take one process per context. "
-         "Or set MXNET_CPU_TEMP_COPY to more.";
+         "Or set MXNET_CPU_TEMP_COPY to more before MXNet starts.";
 }
 
 std::string State::where_missing_wait(const Layer& layer, const Meeting& meeting) const {
