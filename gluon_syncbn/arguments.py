@@ -19,9 +19,9 @@ def is_number(value):
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def refuse(value, kinds, text):
-    """Raises ValueError, or TypeError if the value is of none of these kinds."""
-    raise (ValueError if isinstance(value, kinds) else TypeError)(text)
+def error_for(value, kinds=numbers.Real):
+    """The class of the error for a value that is refused: TypeError if it is of another kind."""
+    return ValueError if isinstance(value, kinds) else TypeError
 
 
 def seconds(timeout):
@@ -34,10 +34,7 @@ def seconds(timeout):
         except ValueError:
             number = math.nan
     if not (is_number(number) and 0 < number < math.inf):
-        kinds = str if source == TIMEOUT_VARIABLE else numbers.Real
-        refuse(
-            timeout,
-            kinds,
-            f"{source} is {timeout!r}: give a number of seconds above 0, such as 300.",
+        raise error_for(number)(
+            f"{source} is {timeout!r}: give a number of seconds above 0, such as 300."
         )
     return float(number)

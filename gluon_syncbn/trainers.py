@@ -76,18 +76,28 @@ class _StoreOfTrainer:
         return lambda key, *args, **kwargs: function(self._first + key, *args, **kwargs)
 
 
-# {store: the number of keys of its Trainers}
-_keys = weakref.WeakKeyDictionary()
+# {Trainer: its first key, behind those of Trainers that were made before it on its store}
+_first_keys = weakref.WeakKeyDictionary()
 
 
 def number_keys(trainer):
-    """Puts the keys of a Trainer behind those of earlier ones on its store."""
-    store = trainer._kvstore
+    store = trainer._kvstore_params["kvstore"]
     if "dist" in getattr(store, "type", ""):
-        first = _keys.get(store, 0)
-        _keys[store] = first + len(trainer._params)
-        if first:
-            trainer._kvstore = _StoreOfTrainer(store, first)
+        _first_keys[trainer] = getattr(store, "_next_key", 0)
+        store._next_key = _first_keys[trainer] + len(trainer._params)
+
+
+def use_own_keys(trainer):
+    """Raises ValueError if the server would run the optimizer of the last Trainer for all keys."""
+    first = _first_keys.get(trainer)
+    if first and trainer._update_on_kvstore:
+        trainer._kv_initialized = False
+        raise ValueError(
+            "Several Trainers are on one KVStore, whose server runs one optimizer: make them with "
+            "update_on_kvstore=False."
+        )
+    if first:
+        trainer._kvstore = _StoreOfTrainer(trainer._kvstore, first)
 
 
 def clear(gradient):

@@ -84,8 +84,6 @@ class Exported(NamedTuple):
             text += f"\n{len(self.folded)} layers folded, {len(self.left)} not"
         return text
 
-    __repr__ = __str__
-
 
 def export(
     net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=None, any_batch=False
@@ -138,7 +136,7 @@ def export(
         the dtypes do not change.
     any_batch : bool, default False
         Whether the ONNX file takes inputs of any batch size, the first of their axes. It is
-        compared with the net on two of them.
+        compared with the net on two of them, and does not say the sizes of its outputs.
 
     Returns
     -------

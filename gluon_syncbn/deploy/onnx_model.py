@@ -89,7 +89,7 @@ def to_onnx(graph, arrays, shapes, dtype, any_batch):
         _move_channels(graph, arrays, shapes)
         symbol = graph.symbol()
         ordered = [shapes[name] for name in symbol.list_inputs() if name in shapes]
-        free = {"dynamic_input_shapes": [("batch", *shape[1:]) for shape in ordered]}
+        free = [("batch", *shape[1:]) for shape in ordered] if any_batch else None
         # MXNet's converters print names.
         silent = contextlib.redirect_stdout(io.StringIO())
         with silent, _patched(onnx, converter, _pooling_sizes(graph, arrays, shapes)):
@@ -100,7 +100,7 @@ def to_onnx(graph, arrays, shapes, dtype, any_batch):
                 types,
                 opset_version=OPSET,
                 dynamic=any_batch,
-                **free if any_batch else {},
+                dynamic_input_shapes=free,
             )
     except Exception as error:  # The converters raise all kinds.
         raise ExportError(
@@ -128,44 +128,39 @@ def compare(model, run, values, arrays, shapes, dtype, any_batch):
 
     run(values, inputs): the net's outputs for {name: NDArray} and {name: NumPy array}.
     """
-    _, runtime, _ = load_onnx()
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3
+    worst = _compare(model, run, values, arrays, shapes, dtype)
+    if not any_batch:
+        return worst
+    more = {name: (shape[0] + 2, *shape[1:]) for name, shape in shapes.items()}
     try:
-        session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # Of several classes that are not exported.
-        raise ExportError(f"ONNX Runtime cannot load the model ({_line(error)}).") from error
+        return max(worst, _compare(model, run, values, arrays, more, dtype))
+    except (ExportError, mx.MXNetError) as error:
+        raise ExportError(
+            "The net or its ONNX model does not take inputs of shape "
+            f"{', '.join(map(str, more.values()))} ({last_line(error)}): export it for one "
+            "batch size, without any_batch."
+        ) from error
+
+
+def _compare(model, run, values, arrays, shapes, dtype):
+    _, runtime, _ = load_onnx()
     values, own_dtype = rounded(values, arrays)
     inputs = random_inputs(shapes, dtype)
-    worst = _compare(session, functools.partial(run, values), inputs, own_dtype)
-    if any_batch:
-        more = {name: (shape[0] + 2, *shape[1:]) for name, shape in shapes.items()}
-        try:
-            inputs = random_inputs(more, dtype)
-            worst = max(worst, _compare(session, functools.partial(run, values), inputs, own_dtype))
-        except (ExportError, mx.MXNetError) as error:
-            raise ExportError(
-                "The net or its ONNX model does not take inputs of shape "
-                f"{', '.join(map(str, more.values()))} ({last_line(error)}): export it for one "
-                "batch size, without any_batch."
-            ) from error
-    return worst
-
-
-def _compare(session, run, inputs, own_dtype):
-    expected = run({name: x.astype(own_dtype) for name, x in inputs.items()})
+    expected = run(values, {name: x.astype(own_dtype) for name, x in inputs.items()})
     for number, output in enumerate(expected):
         if not np.isfinite(output).all():
             raise ExportError(
                 f"The net's own output {number} is not finite on random input, so no ONNX file was "
                 "written: look for negative variances with python -m gluon_syncbn inspect."
             )
-    given = {each.name: inputs[each.name] for each in session.get_inputs()}
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
     try:
-        outputs = session.run(None, given)
+        session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        outputs = session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
     except Exception as error:  # Of several classes that are not exported.
         raise ExportError(f"ONNX Runtime cannot run the model ({_line(error)}).") from error
-    tolerance = max(TOLERANCE[x.dtype.name] for x in inputs.values())
+    tolerance = TOLERANCE[np.dtype(dtype).name]
     errors = differences(outputs, expected)
     for number, error in enumerate(errors):
         if not error <= tolerance:

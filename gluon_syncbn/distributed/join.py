@@ -1,7 +1,6 @@
 """Training with uneven numbers of batches per process."""
 
 import contextlib
-import operator
 import reprlib
 import weakref
 from collections import Counter
@@ -12,12 +11,14 @@ import numpy
 
 from .. import native
 from ..groups.group import default_group
-from ..trainers import after_update, before_adding_up, check_trainer, clear, trained
+from ..trainers import before_adding_up, check_trainer, clear, trained
 
 # Loops that have begun and not ended, the innermost last.
 _loops = []
 # Whether this process contributes nothing to the layers.
 _joined = False
+# The parameters of `_set_aside`.
+_aside = weakref.WeakSet()
 
 
 def _follow_innermost():
@@ -28,8 +29,31 @@ def _follow_innermost():
         # raised where the iterator of a loop is deleted.
         native.wait_unheard("at the end of a batch of join")
         native.set_joined(_joined)
-    for loop in _loops:
-        loop._set_aside(_joined and loop.absent, loop._trainers)
+    _set_aside()
+
+
+def _absent():
+    """Loops whose batch is not one of this process. A loop within one that has joined has batches
+    of its own."""
+    return [loop for loop in _loops if _joined and loop.absent and loop._trainers]
+
+
+def _set_aside():
+    """Lets backward write into arrays that are dropped, where a loop is absent, what it would add
+    to a gradient. The parameter keeps its own."""
+    trainers = [trainer for loop in _absent() for trainer in loop._trainers]
+    wanted = {p for each in trainers for p in trained(each._params) if p.grad_req == "add"}
+    for parameter in trained(wanted ^ set(_aside)):
+        fresh = [data._fresh_grad for data in parameter._data]
+        gradients, request = parameter.list_grad(), parameter.grad_req
+        if parameter in wanted:
+            gradients, request = [gradient.copy() for gradient in gradients], "write"
+        mx.autograd.mark_variables(parameter._data, gradients, request)
+        # The Trainer raises where there was no backward.
+        for data, is_fresh in zip(parameter._data, fresh):
+            data._fresh_grad = is_fresh
+    _aside.clear()
+    _aside.update(wanted)
 
 
 @contextlib.contextmanager
@@ -120,8 +144,6 @@ class join:
         self._steps, self._most_steps = Counter(), Counter()
         # That of the current loop.
         self._token = None
-        # {parameter whose gradients are set aside: whether it had new ones, by device}
-        self._aside = weakref.WeakKeyDictionary()
 
     def __iter__(self):
         return _Batches(self)
@@ -157,27 +179,6 @@ class join:
         self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
         return self.processes == len(everyone) if self._early_stop else self.processes > 0
 
-    def _set_aside(self, aside, trainers):
-        """Whether backward writes gradients that are accumulated into arrays that are dropped. The
-        parameters keep their own."""
-        if not (aside or self._aside):
-            return
-        for parameter in trained(p for trainer in trainers for p in trainer._params):
-            if parameter.grad_req != "add" or aside == (parameter in self._aside):
-                continue
-            fresh = [data._fresh_grad for data in parameter._data]
-            gradients = parameter.list_grad()
-            if aside:
-                self._aside[parameter] = fresh
-                request, gradients = "write", [gradient.copy() for gradient in gradients]
-            else:
-                request = "add"
-                fresh = map(operator.or_, fresh, self._aside.pop(parameter))
-            mx.autograd.mark_variables(parameter._data, gradients, request)
-            # The Trainer raises where there was no backward.
-            for data, is_fresh in zip(parameter._data, fresh):
-                data._fresh_grad = is_fresh
-
     def _begin_step(self, token, absent):
         if self in _loops:
             # Those within it were left.
@@ -195,7 +196,6 @@ class join:
         if token is not self._token:  # There is another one since.
             return
         self._token, self.absent = None, False
-        self._set_aside(False, self._trainers)
         if self in _loops:
             _loops.remove(self)
             _follow_innermost()
@@ -240,12 +240,6 @@ class _Batches:
             self._steps._leave(self._token)
 
 
-def _absent():
-    """Loops whose batch is not one of this process. A loop within one that has joined has batches
-    of its own."""
-    return [loop for loop in _loops if _joined and loop.absent and loop._trainers]
-
-
 def _before_adding_up(trainer):
     if _loops:
         _loops[-1]._count_step(trainer)
@@ -255,19 +249,11 @@ def _before_adding_up(trainer):
             "join: a Trainer steps with a batch of a process that has none left, and is not one of "
             "those that join got, so its gradients would count: give join the list of all Trainers."
         )
-    for loop in absent:
-        loop._set_aside(False, [trainer])
     for parameter in trained(trainer._params) if absent else ():
         for gradient in parameter.list_grad() if parameter.grad_req != "add" else ():
             clear(gradient)
 
 
-def _after_update(trainer):
-    for loop in _absent():
-        loop._set_aside(True, [trainer])
-
-
-after_update.append(_after_update)
 before_adding_up.append(_before_adding_up)
 
 

@@ -38,8 +38,8 @@ class KVStoreReducer(Reducer):
     kvstore : mxnet.kvstore.KVStore
         ``mx.kv.create("dist_sync")`` or ``"dist_device_sync"``: the one that the Trainer gets as
         ``kvstore=kv, update_on_kvstore=False``. Several Trainers may share it, each with an
-        optimizer of its own; let all processes make their first steps in the same order. Keys from
-        10**6 on are ours.
+        optimizer of its own; make them, and their first steps, in the same order in all processes.
+        Keys from 10**6 on are ours.
     timeout : float
         Seconds that this call waits for the other processes, all of which must make it. By default
         the environment variable ``GLUON_SYNCBN_TIMEOUT``, or else 300.

@@ -1,6 +1,5 @@
 """Which devices and processes share statistics, and how long they wait for each other."""
 
-import numbers
 import os
 import weakref
 from typing import NamedTuple, Optional
@@ -8,7 +7,7 @@ from typing import NamedTuple, Optional
 from mxnet.context import Context
 
 from .. import native
-from ..arguments import is_whole, refuse, seconds
+from ..arguments import error_for, is_whole, seconds
 from .agreement import Processes
 
 
@@ -62,7 +61,7 @@ class SyncGroup:
         If `devices` are no contexts, or a number is none.
     MXNetError
         On waiting for a layer's result in training, if `group_size` does not fit its devices, or
-        its parameters are not on all of `devices`. Inference accepts any devices.
+        its parameters are on some of `devices` alone. Inference accepts any devices.
 
     References
     ----------
@@ -89,11 +88,9 @@ class SyncGroup:
                 "leave devices out for those on which the parameters live."
             )
         if group_size is not None and not (is_whole(group_size) and group_size > 0):
-            refuse(
-                group_size,
-                numbers.Real,
+            raise error_for(group_size)(
                 f"SyncGroup got group_size={group_size!r}: give the number of devices that "
-                "synchronize with each other, or None for all.",
+                "synchronize with each other, or None for all."
             )
         self.devices = names
         self.timeout = seconds(timeout)
@@ -142,13 +139,15 @@ class SyncGroup:
             share = self._share(layer.name, here, bool(devices))
         except ValueError as error:  # The layer can do anything but train.
             config_error = str(error)
-        held = list(map(str, layer.contexts()))
-        absent = [device for device in devices if held and device not in held]
-        if absent:
-            config_error = (
-                f"{layer.name} is in a SyncGroup of {', '.join(devices)}, and has no parameters on "
-                f"{', '.join(absent)}: initialize the net there too, or leave these devices out."
-            )
+        held = set(map(str, layer.contexts()))
+        for each in layer.device_groups():
+            absent = [device for device in each if device not in held]
+            # None are: the arrays are those of a Module.
+            if 0 < len(absent) < len(each):
+                config_error = (
+                    f"{layer.name} is in a SyncGroup of {', '.join(each)}, and has no parameters "
+                    f"on {', '.join(absent)}: initialize the net there too, or leave these out."
+                )
         ranks = share.ranks
         if len(ranks) > 1:
             open, ranks = self._processes.opener(layer, here, self.group_size, ranks)

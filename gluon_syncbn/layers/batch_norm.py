@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 from mxnet.util import is_np_array
 
 from .. import native
-from ..arguments import is_number, is_whole, refuse
+from ..arguments import error_for, is_number, is_whole
 from ..groups.group import check_group
 from .operator import Settings, is_bfloat16, is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
@@ -186,28 +186,26 @@ class SyncBatchNorm(nn.BatchNorm):
         # Data has 2 to 5 axes.
         if not (is_whole(axis) and -5 <= axis < 5):
             contrib = f" Or in_channels={axis}, which contrib's and PyTorch's layers take first."
-            refuse(
-                axis,
-                numbers.Real,
+            raise error_for(axis)(
                 f"axis is {axis!r}: give that of the channels, from -5 to 4."
-                + (contrib if is_whole(axis) and axis > 0 else ""),
+                + (contrib if is_whole(axis) and axis > 0 else "")
             )
         if not (momentum is None or is_number(momentum) and 0 <= momentum <= 1):
-            text = f"momentum is {momentum!r}: give a number from 0 to 1, or None."
-            refuse(momentum, numbers.Real, text)
+            raise error_for(momentum)(
+                f"momentum is {momentum!r}: give a number from 0 to 1, or None."
+            )
         if momentum and momentum < 0.5:
             _hint_at_small(float(momentum))
         if not (is_number(epsilon) and 0 <= epsilon < math.inf):
-            refuse(epsilon, numbers.Real, f"epsilon is {epsilon!r}: give a number of 0 or more.")
+            raise error_for(epsilon)(f"epsilon is {epsilon!r}: give a number of 0 or more.")
         if str(running_variance) not in ("biased", "unbiased"):
-            text = f"running_variance is {running_variance!r}: give 'biased' or 'unbiased'."
-            refuse(running_variance, str, text)
+            raise error_for(running_variance, str)(
+                f"running_variance is {running_variance!r}: give 'biased' or 'unbiased'."
+            )
         if not (is_whole(in_channels) and in_channels >= 0):
-            refuse(
-                in_channels,
-                numbers.Real,
+            raise error_for(in_channels)(
                 f"in_channels is {in_channels!r}: give the number of channels, or 0 to take that "
-                "of the first data.",
+                "of the first data."
             )
         flags = {"center": center, "scale": scale, "use_global_stats": use_global_stats}
         for name, value in {**flags, "inplace": inplace}.items():
@@ -215,24 +213,19 @@ class SyncBatchNorm(nn.BatchNorm):
                 raise TypeError(f"{name} is {value!r}: give True or False.")
         if num_devices is not None:
             if not (is_number(num_devices) and num_devices in range(1, 1 << 16)):
-                refuse(
-                    num_devices,
-                    numbers.Real,
+                raise error_for(num_devices)(
                     f"num_devices is {num_devices!r}: give the number of devices that take part, "
-                    "or None for all on which the parameters live.",
+                    "or None for all on which the parameters live."
                 )
             num_devices = int(num_devices)
         check_group(group)
         if activation is not None and str(activation) not in ("relu", "leaky_relu"):
-            refuse(
-                activation,
-                str,
+            raise error_for(activation, str)(
                 f"activation is {activation!r}: give None, 'relu' or 'leaky_relu', and call any "
-                "other after the layer.",
+                "other after the layer."
             )
         if not (is_number(slope) and 0 <= slope < math.inf):
-            text = f"slope is {slope!r}: give a finite number of 0 or more."
-            refuse(slope, numbers.Real, text)
+            raise error_for(slope)(f"slope is {slope!r}: give a finite number of 0 or more.")
         if inplace and not (activation == "leaky_relu" and slope and epsilon):
             raise ValueError(
                 f"inplace=True was given with activation={activation!r}, slope={slope:g}, "

@@ -1,8 +1,6 @@
 """VirtualBatchNorm: several devices' batch normalization on one device."""
 
-import numbers
-
-from ..arguments import is_whole, refuse
+from ..arguments import error_for, is_whole
 from ..groups.group import SyncGroup
 from .batch_norm import SyncBatchNorm
 
@@ -48,11 +46,9 @@ class VirtualBatchNorm(SyncBatchNorm):
 
     def __init__(self, virtual_devices, **arguments):
         if not (is_whole(virtual_devices) and 0 < virtual_devices < 1 << 16):
-            refuse(
-                virtual_devices,
-                numbers.Real,
+            raise error_for(virtual_devices)(
                 f"virtual_devices is {virtual_devices!r}: give the number of chunks into which a "
-                "batch is cut, 1 or more.",
+                "batch is cut, 1 or more."
             )
         for name in ("num_devices", "group"):
             if arguments.get(name) is not None:

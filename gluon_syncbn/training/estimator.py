@@ -19,13 +19,9 @@ class UnevenBatches(BatchProcessor):
     """
 
     def fit_batch(self, estimator, train_batch, batch_axis=0):
-        with participants(_used(train_batch, estimator.context, batch_axis)):
+        with participants(estimator.context[: train_batch[0].shape[batch_axis]]):
             return super().fit_batch(estimator, train_batch, batch_axis)
 
     def _get_data_and_label(self, batch, ctx, batch_axis=0):
-        used = _used(batch, ctx, batch_axis)
+        used = ctx[: batch[0].shape[batch_axis]]
         return [split_and_load(part, used, batch_axis, even_split=False) for part in batch[:2]]
-
-
-def _used(batch, devices, batch_axis):
-    return devices[: batch[0].shape[batch_axis]]

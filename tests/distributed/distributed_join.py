@@ -76,6 +76,11 @@ class Training:
         self.samples += batch_size
         if number % 2:
             self.finish()
+            self.clear()
+            # A second step with one batch.
+            self.backward(data, labels)
+            self.samples = batch_size
+            self.finish()
             if number % 4 == 1:
                 self.clear()
 

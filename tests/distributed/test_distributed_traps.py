@@ -54,12 +54,12 @@ def trains_on_the_store(world):
     # Keys that come when the Trainer has its own already.
     everyone = world.reducer.all_gather("late", np.full(3, 1.0 + world.rank))
     reported["late"] = everyone[:, 0].tolist()
-    reported["one store"] = trainer._kvstore is world.kv
+    reported["one store"] = trainer._kvstore._store is world.kv
     reported["local store"] = mx.kv.create("device").type
     reported["second store"] = error_of(lambda: mx.kv.create("dist_sync"))
     other = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_device_sync")
     reported["store of a Trainer"] = error_of(lambda: other.step(1))
-    reported["key again"] = error_of(lambda: world.kv.init(0, mx.nd.zeros(3)))
+    reported["key again"] = error_of(lambda: trainer._kvstore.init(0, mx.nd.zeros(3)))
     reported["second reducer"] = error_of(lambda: distributed.KVStoreReducer(world.kv))
     # A DataLoader forks processes that have the store, too.
     data = mx.gluon.data.ArrayDataset(np.ones((6, 3, 6, 6), "float32"))
@@ -255,6 +255,28 @@ def test_several_trainers_on_a_store(pair):
     for name, value in first.items():
         assert_same_bits(second[name], value, name)
         np.testing.assert_allclose(value, alone[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def several_optimizers_of_a_server(world):
+    """Of a store without layers of ours."""
+    kv = mx.kv.create("dist_sync")
+    world.rank = kv.rank
+    nets = [nn.Dense(1, in_units=1) for _ in range(2)]
+    for each in nets:
+        each.initialize()
+    first, second = (mx.gluon.Trainer(each.collect_params(), "sgd", kvstore=kv) for each in nets)
+    for each in nets:
+        backward(each, [mx.nd.ones((1, 1))])
+    first.step(1)
+    world.report("several optimizers", error_of(lambda: second.step(1)))
+
+
+@pytest.mark.long
+def test_several_optimizers_of_a_server(tmp_path):
+    """The second would run for the first Trainer's parameters, too."""
+    topics = ["test_distributed_traps:several_optimizers_of_a_server"]
+    for kind, text, _ in run(tmp_path, 2, topics, engine="none").reported("several optimizers"):
+        assert kind == "ValueError" and REMEDY.split(" the Trainer ")[1] in text
 
 
 @pytest.mark.long
