@@ -9,7 +9,7 @@ from typing import Dict, NamedTuple, Optional, Tuple
 import mxnet as mx
 import numpy as np
 
-from ..arguments import is_whole
+from ..arguments import error_for, is_whole
 from ..graph.blocks import check_block
 from ..graph.symbols import (
     ExportError,
@@ -146,7 +146,7 @@ def export(
     Raises
     ------
     TypeError
-        If `net` is not a Block.
+        If `net` is not a Block, or an argument of another type.
     ValueError
         If an argument is invalid, or a parameter has no value yet.
     ExportError
@@ -301,10 +301,10 @@ def _check_shapes(input_shape):
 
 
 def check_target(target):
-    """Raises ValueError, or ExportError if the packages for ONNX are missing."""
+    """Raises ValueError, TypeError, or ExportError if the packages for ONNX are missing."""
     for name, value in (("path", target.path), ("onnx", target.onnx or "")):
         if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
-            raise ValueError(f"{name} is {value!r}: give the name of a file, str or pathlib.Path.")
+            raise TypeError(f"{name} is {value!r}: give the name of a file, str or pathlib.Path.")
     path = os.fspath(target.path)
     if os.path.basename(path) in ("", ".", ".."):
         raise ValueError(
@@ -312,7 +312,7 @@ def check_target(target):
             "model of model-symbol.json."
         )
     if not is_whole(target.epoch) or target.epoch < 0:
-        raise ValueError(f"epoch is {target.epoch!r}: give an integer from 0.")
+        raise error_for(target.epoch)(f"epoch is {target.epoch!r}: give an integer from 0.")
     if target.onnx is not None:
         if target.shapes is None:
             raise ValueError("onnx needs input_shape, such as (1, 3, 224, 224).")

@@ -94,7 +94,7 @@ def test_adaptive_pooling(export, size, dtype):
 @pytest.mark.parametrize("fold", [False, True])
 def test_any_batch(export, fold):
     pool = nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x, output_size=(3, 2)))
-    net = sequential(nn.Conv2D(4, 3), sbn.SyncBatchNorm(), pool, sbn.SyncBatchNorm(axis=-1))
+    net = sequential(nn.Conv2D(4, 3), sbn.SyncBatchNorm(), sbn.SyncBatchNorm(axis=-1), pool)
     net.add(nn.Flatten(), nn.Dense(3), sbn.SyncBatchNorm())
     ready(net, (2, 3, 16, 16))
     result = export(net, (2, 3, 16, 16), fold=fold, any_batch=True)

@@ -49,7 +49,7 @@ def of_one_name():
 )
 def test_nets_that_cannot_be_exported(tmp_path, make, text):
     net = make()
-    with pytest.raises((ValueError, sbn.ExportError), match=text):
+    with pytest.raises((ValueError, TypeError, sbn.ExportError), match=text):
         sbn.export(net, tmp_path / "m")
     assert os.listdir(tmp_path) == []
 
@@ -80,7 +80,7 @@ def test_arguments(tmp_path, monkeypatch, arguments, text):
     monkeypatch.chdir(tmp_path)
     net = conv_net()
     ready(net, (2, 3, 6, 6))
-    with pytest.raises((ValueError, sbn.ExportError)) as failure:
+    with pytest.raises((ValueError, TypeError, sbn.ExportError)) as failure:
         sbn.export(net, **{"path": "m", **arguments})
     assert text in str(failure.value), failure.value
     assert os.listdir(tmp_path) == []

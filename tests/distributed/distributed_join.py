@@ -51,14 +51,16 @@ class Training:
         self.net.hybridize()
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         optimizer = {"learning_rate": 0.1, "momentum": 0.9}
-        self.make = lambda params, **more: trainer(params, "sgd", optimizer, **arguments, **more)
-        self.trainers = [self.make(self.net.collect_params())]
+        self.make = lambda params, more: trainer(params, "sgd", optimizer, **arguments, **more)
+        self.trainers = [self.make(self.net.collect_params(), {})]
 
     def split(self):
         """From now on there are two Trainers."""
-        parameters = list(self.net.collect_params().values())
+        parameters = list(self.net.collect_params().items())
         names = ({"prefix": name} if self.divided_by > 1 else {} for name in "ab")
-        self.trainers = [self.make(parameters[start::2], **next(names)) for start in range(2)]
+        # Horovod's Trainer takes no lists.
+        halves = (dict(parameters[start::2]) for start in range(2))
+        self.trainers = [self.make(*each) for each in zip(halves, names)]
 
     def step(self, data, labels, batch_size):
         self.backward(data, labels)
