@@ -62,6 +62,10 @@ def adds_here_alone(trainer):
     )
 
 
+# The functions of a KVStore that take a key.
+OF_KEYS = ("push", "pull", "pushpull", "init", "broadcast")
+
+
 class _StoreOfTrainer:
     """A distributed KVStore with keys of its own for one of several Trainers. Each Trainer numbers
     its keys from 0, and MXNet would wait indefinitely for a key that comes again."""
@@ -71,7 +75,7 @@ class _StoreOfTrainer:
 
     def __getattr__(self, name):
         function = getattr(self._store, name)
-        if name not in ("init", "broadcast", "push", "pull", "pushpull"):
+        if name not in OF_KEYS:
             return function
         return lambda key, *args, **kwargs: function(self._first + key, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from .. import native
 from ..arguments import seconds
 from ..supervision import durations, starts, waits
 from ..supervision.limits import call_within
+from ..trainers import OF_KEYS
 from .reducer import Reducer
 
 # Our keys. Trainers number theirs from 0, and a store's keys are all numbers or all strings.
@@ -216,7 +217,7 @@ class _Hooks:
     def __init__(self, kvstore, reducer):
         self._kvstore, self._reducer = kvstore, reducer
         self._initialized = set()
-        replaced = {name: self._locked(name) for name in _LOCKED}
+        replaced = {name: self._locked(name) for name in OF_KEYS}
         replaced.update((name, self._initializing(replaced[name])) for name in _INITIALIZE)
         if hasattr(kvstore, "_barrier"):
             replaced["_barrier"] = waits.noting(kvstore._barrier, for_others=True)
@@ -281,7 +282,6 @@ class _Hooks:
 
 
 _INITIALIZE = ("init", "broadcast")
-_LOCKED = ("push", "pull", "pushpull", *_INITIALIZE)
 # Those that fetch arrays, and their arguments.
 _FETCH = {
     "pull": ("key", "out"),
