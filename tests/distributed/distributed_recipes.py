@@ -58,7 +58,7 @@ def bad_batches(world):
         net.add(sbn.SyncBatchNorm(in_channels=4))
         mx.random.seed(0)
         net.initialize(mx.init.Xavier())
-        # Adds here alone, as the KVStore serves one Trainer.
+        # Gradients are added in this process alone: each is compared with itself.
         trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=None)
         stepped = []
         for number, kind in enumerate(batches):

@@ -169,13 +169,16 @@ def test_an_argument_that_is_no_trainer(function, trainer):
 
 
 @pytest.mark.parametrize(
-    "devices, blocks, words",
-    [(contexts(1), nn.Dense(1), "devices and blocks"), ([], "head", "takes a Gluon Block")],
+    "devices, blocks, kind, words",
+    [
+        (contexts(1), nn.Dense(1), ValueError, "devices and blocks"),
+        ([], "head", TypeError, "takes a Gluon Block"),
+    ],
 )
-def test_invalid_blocks(devices, blocks, words, monkeypatch):
+def test_invalid_blocks(devices, blocks, kind, words, monkeypatch):
     monkeypatch.setattr(native, "spans_processes", lambda: True)
     trainer = Training(1).trainer
-    with pytest.raises((ValueError, TypeError), match=words):
+    with pytest.raises(kind, match=words):
         sbn.participants(devices, trainer, blocks)
 
 
