@@ -56,11 +56,9 @@ class TrainingStep:
             self._net.collect_params(),
             "sgd",
             {"learning_rate": 1e-3, "momentum": 0.9, "wd": 1e-4},
-            kvstore=None if store else "device",
+            kvstore=store or "device",
             update_on_kvstore=False,
         )
-        # A dist store takes only one Trainer, so `_reduce_gradients` does what it would do.
-        self._store, self._first, self._keys = store, True, 10_000 * KINDS.index(kind)
         side = SIZE if resized else SIZE // 8
         # Resizing maps to their own size takes no lock.
         self._net._up_kwargs = {"height": side, "width": side}
@@ -77,19 +75,9 @@ class TrainingStep:
         with autograd.record():
             losses = [self._loss(*self._net(x), labels) for x, labels in self._batches]
         autograd.backward(losses)
-        if self._store:
-            self._reduce_gradients()
         self._trainer.step(BATCH)
         mx.nd.waitall()
         return time.perf_counter() - start, _user_seconds() - used
-
-    def _reduce_gradients(self):
-        parameters = [p for p in self._net.collect_params().values() if p.grad_req != "null"]
-        for i, parameter in enumerate(parameters):
-            if self._first:
-                self._store.init(self._keys + i, parameter.grad())
-            self._store.pushpull(self._keys + i, parameter.grad(), priority=-i)
-        self._first = False
 
 
 def _user_seconds():
