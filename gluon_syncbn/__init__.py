@@ -49,11 +49,11 @@ def __getattr__(name):
     return getattr(_public(), name)
 
 
-# While Python looks for a module to run, that is the program's name: "-m", or with a profiler the
-# module's. The launcher must not import MXNet, which would turn it into a server or scheduler if
-# the environment says so, and the doctor reports problems with it. Others that come here, as a
-# user's package may be run too, get the package when they use it, or import MXNet.
-if sys.argv[0] in ("-m", "gluon_syncbn", "gluon_syncbn.launch") and "mxnet" not in sys.modules:
+# While `python -m` looks for the module that it runs, the program's name is "-m". The launcher must
+# not import MXNet, which would turn it into a server or scheduler if the environment says so, and
+# the doctor reports problems with it. A user's package that is run so gets the whole package when
+# it uses it, or imports MXNet.
+if sys.argv[0] == "-m" and "mxnet" not in sys.modules:
     mxnet_compat.after_mxnet.append(_public)
 else:
     from .public import *

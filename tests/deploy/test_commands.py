@@ -405,8 +405,7 @@ def test_doctor_of_gpus(monkeypatch, capsys, gpus, remedies):
 
 def test_help_does_not_wait_for_mxnet(tmp_path):
     (tmp_path / "mxnet.py").write_text("raise SystemExit('imported')")
-    ways = ["-m gluon_syncbn", "-Bmgluon_syncbn export", "-m gluon_syncbn.launch"]
-    for way in [*ways, "-m cProfile -m gluon_syncbn"]:
+    for way in "-m gluon_syncbn", "-Bmgluon_syncbn export", "-m gluon_syncbn.launch":
         done = process("--help", run=way.split(), path=[tmp_path])
         assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
 
