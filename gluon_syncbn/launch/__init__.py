@@ -1,1 +1,0 @@
-"""python -m gluon_syncbn.launch: the launcher of mxnet_launch."""
