@@ -18,7 +18,7 @@ from mxnet.symbol import Symbol
 from . import trainers
 from .graph import compiled, modules, static_shape, unknown_shapes
 from .native import failures, library
-from .supervision import exit, starts, waits
+from .supervision import exit, limits, waits
 
 # Operators whose values decide the shape of the output: a call waits for the inputs.
 _DYNAMIC = ("_contrib_boolean_mask", "_npi_bincount", "_npi_delete", "_npi_unique", "_npx_nonzero")
@@ -76,13 +76,13 @@ _HOOKS = [
     (Trainer, "step", _adding),
     (Trainer, "allreduce_grads", _adding),
     (Trainer, "_update", partial(trainers.calling, after=trainers.after_update)),
-    (mx.kv, "create", starts.creating),
+    (mx.kv, "create", limits.creating),
 ]
 if "HOROVOD_RANK" in os.environ:
     with contextlib.suppress(ImportError):
         from horovod.common.basics import HorovodBasics
 
-        _HOOKS.append((HorovodBasics, "init", starts.initializing))
+        _HOOKS.append((HorovodBasics, "init", limits.initializing))
         for name in ("_add_process_set_impl", "_remove_process_set_impl"):
             _HOOKS.append((HorovodBasics, name, partial(waits.noting, for_others=True)))
 

@@ -9,7 +9,7 @@ from mxnet_launch.runner import free_stores, prepare_shutdown
 
 from .. import native
 from ..arguments import seconds
-from ..supervision import durations, starts, waits
+from ..supervision import durations, limits, waits
 from ..supervision.limits import call_within
 from ..trainers import OF_KEYS
 from .reducer import Reducer
@@ -49,8 +49,8 @@ class KVStoreReducer(Reducer):
     ------
     ValueError
         For a store of another type: one that does not connect processes, or does not wait for all.
-        Later, where MXNet would wait indefinitely: from ``kvstore.init`` for a key that comes
-        again, and from ``mx.kv.create`` for a second store in the process, such as a Trainer's own.
+        Later from ``mx.kv.create`` for a second store in the process, such as a Trainer's own, for
+        which MXNet would wait indefinitely.
     RuntimeError
         If the other processes do not arrive.
     """
@@ -74,7 +74,7 @@ class KVStoreReducer(Reducer):
         rank, size = kvstore.rank, kvstore.num_workers
         super().__init__(rank, size, timeout)
         self._kv = kvstore
-        self._hooks = _Hooks(kvstore, self)
+        _replace_functions(kvstore, self)
         # {key: {rank: (its size, its number in the store)}}
         self._registered = {}
         self._changed = threading.Condition()
@@ -92,7 +92,6 @@ class KVStoreReducer(Reducer):
                 )
             self._meet(timeout)
         except BaseException:
-            self._hooks.undo()
             self.watcher.close()
             raise
 
@@ -109,7 +108,7 @@ class KVStoreReducer(Reducer):
         super()._leave(failure)
         prepare_shutdown()
 
-    def _open_through_store(self, key, size, processes, check, sums):
+    def _open_through_store(self, key, size, check, sums):
         # MXNet has no empty arrays.
         slots = mx.nd.zeros((self.size, native.THIRDS, max(size, 1)))
         number = self._register(key, size, slots, check)
@@ -201,84 +200,57 @@ def _refusing(text):
     return refuse
 
 
-class _Hooks:
-    """What a KVStoreReducer replaces in MXNet until `undo`:
+def _replace_functions(kvstore, reducer):
+    """Replaces functions of a store that has a KVStoreReducer:
 
-    - the store's ``push``, ``pull`` and ``pushpull``, which run one at a time: the store notes each
-      new key in a table without a lock;
-    - its ``init`` and ``broadcast``, which also refuse a key that comes again, as MXNet would wait
-      indefinitely;
-    - its ``set_optimizer`` and ``set_gradient_compression``, which raise: a Trainer calls them to
-      have the server make updates, or to compress what it sends.
+    - ``push``, ``pull`` and ``pushpull`` run one at a time: the store notes each new key in a table
+      without a lock;
+    - ``init`` and ``broadcast``, for which all processes wait, also leave nothing under way;
+    - ``set_optimizer`` and ``set_gradient_compression`` raise: a Trainer calls them to have the
+      server make updates, or to compress what it sends.
 
-    While one is in use, `starts.creating` refuses a second distributed store.
+    From now on `limits.creating` refuses a second distributed store.
     """
+    replaced = {name: _locked(name, getattr(kvstore, name), reducer) for name in OF_KEYS}
+    replaced.update((name, _initializing(replaced[name])) for name in _INITIALIZE)
+    if hasattr(kvstore, "_barrier"):
+        replaced["_barrier"] = waits.noting(kvstore._barrier, for_others=True)
+    replaced["set_optimizer"] = _refusing(_UPDATES)
+    replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
+    vars(kvstore).update(replaced)
+    limits.stores.add(kvstore)
 
-    def __init__(self, kvstore, reducer):
-        self._kvstore, self._reducer = kvstore, reducer
-        self._initialized = set()
-        replaced = {name: self._locked(name) for name in OF_KEYS}
-        replaced.update((name, self._initializing(replaced[name])) for name in _INITIALIZE)
-        if hasattr(kvstore, "_barrier"):
-            replaced["_barrier"] = waits.noting(kvstore._barrier, for_others=True)
-        replaced["set_optimizer"] = _refusing(_UPDATES)
-        replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
-        vars(kvstore).update(replaced)
-        self._names = list(replaced)
-        starts.stores.add(kvstore)
 
-    def undo(self):
-        for name in self._names:
-            delattr(self._kvstore, name)
-        starts.stores.discard(self._kvstore)
-        self._kvstore, self._reducer, self._names = None, None, []
+def _locked(name, function, reducer):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if reducer.member.lost:
+            waits.note_failure()
+            raise RuntimeError(reducer.member.lost)
+        given = dict(zip(_FETCH.get(name, ()), args), **kwargs)
+        sent, fetched = map(_last_handle, (given.get("value"), given.get("out")))
+        # pushpull may fetch what it has sent.
+        arrays = (sent, fetched or sent) if name in _FETCH else (None, None)
+        with waits.noted(for_others=True), reducer._connection:
+            return native.push_for_others(lambda: function(*args, **kwargs), *arrays)
 
-    def _locked(self, name):
-        function = getattr(self._kvstore, name)
+    return call
 
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            if self._reducer.member.lost:
-                waits.note_failure()
-                raise RuntimeError(self._reducer.member.lost)
-            given = dict(zip(_FETCH.get(name, ()), args), **kwargs)
-            sent, fetched = map(_last_handle, (given.get("value"), given.get("out")))
-            # pushpull may fetch what it has sent.
-            arrays = (sent, fetched or sent) if name in _FETCH else (None, None)
-            with waits.noted(for_others=True), self._reducer._connection:
-                return native.push_for_others(lambda: function(*args, **kwargs), *arrays)
 
-        return call
+def _initializing(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        # Another process may get there only after exchanges that are under way here, whose threads
+        # need the lock.
+        mx.nd.waitall()
+        _restore_layouts(dict(zip(("key", "value"), args), **kwargs).get("value", ()))
+        result = function(*args, **kwargs)
+        # The Trainer pushes gradients to the same keys next. A process that has not fetched the
+        # parameters by then would get the sum of the gradients instead.
+        mx.nd.waitall()
+        return result
 
-    def _initializing(self, function):
-        """Wraps one of _INITIALIZE, which wait for all processes to call them."""
-
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            names = dict(zip(("key", "value"), args), **kwargs)
-            self._note(names.get("key", ()))
-            # Another process may get there only after exchanges that are under way here, whose
-            # threads need the lock.
-            mx.nd.waitall()
-            _restore_layouts(names.get("value", ()))
-            result = function(*args, **kwargs)
-            # The Trainer pushes gradients to the same keys next. A process that has not fetched the
-            # parameters by then would get the sum of the gradients instead.
-            mx.nd.waitall()
-            return result
-
-        return call
-
-    def _note(self, keys):
-        keys = keys if isinstance(keys, (list, tuple)) else [keys]
-        again = sorted(self._initialized.intersection(keys), key=str)
-        if again:
-            raise ValueError(
-                f"The KVStore has been given the key {again[0]!r} before, for which MXNet would "
-                "wait indefinitely: give each array a key of its own. Trainers number theirs from "
-                "0."
-            )
-        self._initialized.update(keys)
+    return call
 
 
 _INITIALIZE = ("init", "broadcast")

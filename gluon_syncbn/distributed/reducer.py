@@ -11,7 +11,6 @@ from ..arguments import seconds
 from ..groups.store import Store
 from ..supervision import durations, exit, waits
 from ..supervision.member import Member
-from ..supervision.records import Subject
 from ..supervision.watcher import Watcher
 from .shared_memory import SharedMemory
 
@@ -32,15 +31,15 @@ class Reducer(Store):
 
     def __init__(self, rank, size, timeout):
         super().__init__(rank, size)
-        # {text of a key: the `Subject` of its exchanges}
-        self._subjects = {}
+        # {text of a key: what `Member` asks about its exchanges}
+        self._about = {}
         # {user's key: how many numbers}
         self._sizes = {}
         self._memory = None
         self._connection = native.Connection(durations.EXPLAINED)
         # What follows may have shorter limits than a slow start.
         limit = min(timeout, seconds(None))
-        self.member = Member(limit, self._connection.in_flight, self._subjects.__getitem__)
+        self.member = Member(limit, self._connection.in_flight, self._about.__getitem__)
         self.watcher = Watcher(rank, size, self.name, self.member, self._close_routes)
 
     def _meet(self, timeout):
@@ -150,11 +149,7 @@ class Reducer(Store):
 
     def split(self, size):
         groups = (range(first, first + size) for first in range(0, self.size, size))
-        return all(map(self._memory.joins, groups)) or self._split(size)
-
-    def _split(self, size):
-        """`split` through the store."""
-        return False
+        return all(map(self._memory.joins, groups))
 
     def fail(self, text):
         self.watcher.fail(text)
@@ -162,17 +157,16 @@ class Reducer(Store):
     def _open(self, key, size, title, timeout, ranks, sums):
         text, ranks = str(key), ranks or range(self.size)
         in_memory = self._memory is not None and self._memory.joins(ranks)
-        is_handshake = key.direction == "handshake"
-        self._subjects[text] = Subject(ranks.start, ranks.stop, in_memory, key.layer, is_handshake)
+        self._about[text] = ranks.start, ranks.stop, in_memory
         if in_memory:
             return self._memory.route(self._connection, text, size, ranks, sums)
         with self.member.arrives(title, text, timeout), mx.autograd.pause():
             check = functools.partial(self.member.check, title)
-            return self._open_through_store(text, size, len(ranks), check, sums)
+            return self._open_through_store(text, size, check, sums)
 
-    def _open_through_store(self, key, size, processes, check, sums):
-        """The route of a new key, once all processes know that it is used. processes: how many
-        exchange it. check() raises if the wait for them is of no use."""
+    def _open_through_store(self, key, size, check, sums):
+        """The route of a new key, once all processes know that it is used. check() raises if the
+        wait for them is of no use."""
         raise NotImplementedError
 
     def _close_routes(self, text):

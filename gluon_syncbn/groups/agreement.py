@@ -8,12 +8,16 @@ import numpy
 
 from .. import native
 from ..arguments import is_whole
-from ..supervision.records import SAME_LAYERS
 from ..trainers import adds_here_alone
 from .store import Store, UserStore
 
 # Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.
 _CONFIGURATION = 512
+# What to do about processes that have not built the same net.
+_SAME_LAYERS = (
+    "Make the same layers, with the same settings and in the same order, in every process, also "
+    "those that only one of them uses."
+)
 _LOST = "the processes have lost each other, and all have to start again from the last checkpoint."
 # Stores with which a step has failed, and its error: a message that only some processes have sent
 # would be taken for a later one. Weak references, as a KVStore must be gone before Python is.
@@ -87,10 +91,6 @@ class Processes:
                         "name": layer.name,  # Comes last, as a long one is cut off.
                     }
                     self._compare(native.Key(layer.id, "handshake"), title, fields)
-                    # If earlier sums failed, processes may differ in what they know of them.
-                    for known, route in self._store.routes.copy().items():
-                        if known.layer == layer.id:
-                            route.restart()
                     self._known[key.layer] = configuration
             self._check_trainers(layer)
             key = key._replace(group=group)
@@ -136,7 +136,8 @@ class Processes:
         text = "\n".join(f"{name}={value}" for name, value in fields.items())
         text = text.encode()[:_CONFIGURATION].ljust(_CONFIGURATION, b"\0")
         mine = numpy.frombuffer(text, "<u4").astype(numpy.float64)
-        everyone = self._store.exchange(key, mine, title, self._timeout)
+        what = f"{title}, to compare the layer's settings"
+        everyone = self._store.exchange(key, mine, what, self._timeout)
         texts = [
             row.astype("<u4").tobytes().rstrip(b"\0").decode(errors="replace") for row in everyone
         ]
@@ -145,7 +146,7 @@ class Processes:
             differ = [", ".join(row) for row in zip(*(c for c in columns if len(set(c)) > 1))]
             ranks = {t: [r for r, other in enumerate(differ) if other == t] for t in differ}
             sides = "; ".join(f"rank {', '.join(map(str, r))}: {t}" for t, r in ranks.items())
-            text = f"{title}: the processes have not built the same net. {sides}. {SAME_LAYERS}"
+            text = f"{title}: the processes have not built the same net. {sides}. {_SAME_LAYERS}"
             # All processes see it, so none has to be told.
             self._break(text)
             raise RuntimeError(text)

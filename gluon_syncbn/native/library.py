@@ -125,7 +125,6 @@ KVStoreSums = _struct("KVStoreSums", key=_int, array=_pointer, packed=_pointer)
 HorovodArrays = _struct(
     "HorovodArrays",
     allgather=_pointer,
-    process_set=_int,
     ranks=_int,
     size=_long,
     input=_pointer,
@@ -216,7 +215,6 @@ for _name, (_result, *_arguments) in {
         *(_pointer, _pointer, _text, _int, ctypes.POINTER(StoreFunction), _int, _int, _long),
     ),
     "route_calls": (_long, _pointer),
-    "restart_route": (None, _pointer),
     "close_route": (None, _pointer, _text),
     "exchange": (_int, _pointer, _text, _double, _pointer, _long, _pointer, _text, _int),
     "array_wait_begin": (_pointer, _pointer),

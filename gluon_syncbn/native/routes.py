@@ -108,9 +108,9 @@ class Connection:
         )
         return Route(handle, len(slots), slots, sums)
 
-    def horovod_route(self, key, size, processes, process_set, operations, sums=False):
-        """A `Route` through Horovod. process_set: the id of the process set. operations:
-        ``hvd.mpi_ops``. sums: whether Horovod is to add up what the processes send."""
+    def horovod_route(self, key, size, processes, operations, sums=False):
+        """A `Route` through Horovod. operations: ``hvd.mpi_ops``. sums: whether Horovod is to add
+        up what the processes send."""
         functions = operations.MPI_MXNET_LIB_CTYPES
         mine = mxnet.nd.empty((1 + size,), dtype=numpy.float64)
         everyone = mxnet.nd.empty((processes * (1 + size),), dtype=numpy.float64)
@@ -118,7 +118,6 @@ class Connection:
         arrays = [mine, everyone]
         arguments = HorovodArrays(
             allgather=_address(functions["horovod_mxnet_allgather_async"]),
-            process_set=process_set,
             ranks=processes,
             size=size,
             input=mine.handle,
@@ -196,11 +195,6 @@ class Route:
     def calls(self):
         """The number of exchanges so far."""
         return _library.gluon_syncbn_route_calls(self.handle)
-
-    def restart(self):
-        """Opens it again, with an exchange of values, like the first. All processes must call
-        it."""
-        _library.gluon_syncbn_restart_route(self.handle)
 
     def close(self, why):
         """Makes exchanges that begin from now on raise this text, after their title."""

@@ -1,7 +1,7 @@
 """Every duration with which a process waits for others, in seconds, and every share of one.
 
 A timeout belongs to a store, a group or a call: ``timeout``, or ``GLUON_SYNCBN_TIMEOUT``. While a
-process is stopped its time stands still: see `limits.Clock`.
+process is stopped its time stands still: see `waits.Clock`.
 """
 
 # The timeout, where nobody gives one.

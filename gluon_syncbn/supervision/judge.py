@@ -12,7 +12,7 @@ a process, just heard of, has closed its connection,    after a tenth of the tim
 and makes no other
 a process reports nothing                               after the timeout
 a process waits in an exchange, of which a member       after a tenth of the exchange's timeout
-has finished its script, or waits in another net's
+has finished its script
 a process waits in an exchange                          after the exchange's timeout
 a process waits in MXNet or a store                     after the timeout; after ten if it may be
                                                         computing
@@ -24,16 +24,7 @@ all have finished their scripts                         none: MXNet may shut dow
 import typing
 
 from .durations import ALONE, LATER, RECONNECTS, REMAINS, SILENCE, WARN_AFTER, duration
-from .records import (
-    FAILED,
-    GONE,
-    SAME_LAYERS,
-    SILENT,
-    Report,
-    exclude_each_other,
-    ranks_text,
-    reasons,
-)
+from .records import FAILED, GONE, SILENT, Report, ranks_text, reasons
 
 # How many exchanges to ask about at once, and the characters of a verdict.
 _MOST_ASKED, _LONGEST = 8, 8000
@@ -46,7 +37,6 @@ _CAUSES = (
     "hybridized it at another step, which matters where a net calls one layer several times. "
     + _NEEDS_TIME
 )
-_OTHER_NET = f"The processes have not built the same net. {SAME_LAYERS}"
 
 
 class Decision(typing.NamedTuple):
@@ -89,7 +79,6 @@ class Judge:
         self.asked = []
         # Of waits that still last, or others that began meanwhile.
         self._has_warned = False
-        self._next_end_warning = 0.0
 
     def begin(self, now):
         """All processes know each other, and report from now on."""
@@ -128,13 +117,13 @@ class Judge:
         lost = [rank for rank in range(len(self._processes)) if self._is_lost(rank, now)]
         if lost:
             return self._decide(VERDICT, self._lost_text(lost, now))
-        waits = [each for each in (self._judge_exchanges(now), self._judge_places(now)) if each]
-        found = waits or [each for each in [self._judge_end(now)] if each]
+        judged = self._judge_exchanges(now), self._judge_places(now), self._judge_end(now)
+        found = [decision for decision in judged if decision]
         for decision in found:
             if decision.kind == VERDICT:
                 return self._decide(*decision)
-        has_warned, self._has_warned = self._has_warned, bool(waits)
-        return [] if has_warned and waits else found[:1]
+        has_warned, self._has_warned = self._has_warned, bool(found)
+        return [] if has_warned else found[:1]
 
     def _decide(self, kind, text=""):
         self.decided, self.asked = Decision(kind, text[:_LONGEST]), []
@@ -165,7 +154,7 @@ class Judge:
         for rank, process in enumerate(self._processes):
             for exchange in process.report.exchanges:
                 # Groups of processes have exchanges of the same name.
-                which = exchange.name, exchange.subject.first
+                which = exchange.name, exchange.first
                 if which not in longest or exchange.waited > longest[which][1].waited:
                     longest[which] = rank, exchange
         return sorted(longest.values(), key=lambda wait: -wait[1].waited)
@@ -189,15 +178,14 @@ class Judge:
             if exchange.waited < timeout * WARN_AFTER:
                 continue
             missing = self._missing(exchange)
-            differ = any(self._waits_in_another_net(exchange, rank, other) for other in missing)
             # Some may have arrived just now, as after a suspension of all.
             limit = timeout if missing else timeout * (1 + WARN_AFTER)
             is_over = exchange.waited > limit or any(
                 self._ended_before(exchange, rank, other) for other in missing
             )
-            if differ or is_over:
+            if is_over:
                 text = self._exchange_text(exchange, rank, missing, now)
-                return Decision(VERDICT, f"{text} {_OTHER_NET if differ else _CAUSES}")
+                return Decision(VERDICT, f"{text} {_CAUSES}")
             if not warning:
                 text = self._exchange_text(exchange, rank, missing, now)
                 text += f" After {duration(timeout)} this is an error. {_CAUSES}"
@@ -212,17 +200,6 @@ class Judge:
             ended is not None
             and seen - ended > exchange.timeout * WARN_AFTER / 2
             and self._processes[other].report.reached.get(exchange.name) is False
-        )
-
-    def _waits_in_another_net(self, exchange, rank, other):
-        """Whether `other` waits in the first call of another layer, which `rank` has not reached,
-        as `other` has not reached this exchange."""
-        mine, theirs = (self._processes[each].report for each in (rank, other))
-        return theirs.reached.get(exchange.name) is False and any(
-            mine.reached.get(each.name) is False
-            and each.waited > each.timeout * WARN_AFTER / 2
-            and exclude_each_other(exchange, each)
-            for each in theirs.exchanges
         )
 
     # Other waits.
@@ -254,9 +231,8 @@ class Judge:
             return None
         waited = now - min(ended)
         is_over = waited > ALONE * self.timeout
-        if not is_over and waited < max(self._next_end_warning, self.timeout * WARN_AFTER):
+        if waited < self.timeout * WARN_AFTER:
             return None
-        self._next_end_warning = 2 * waited
         finished = [rank for rank, p in enumerate(self._processes) if p.report.status]
         others = [rank for rank, p in enumerate(self._processes) if not p.report.status]
         text = (
@@ -289,7 +265,7 @@ class Judge:
             return SILENT, None
         if report.exchanges:
             longest = max(report.exchanges, key=lambda exchange: exchange.waited)
-            return f"waiting in {longest.text}", longest.waited
+            return f"waiting in {longest.title}", longest.waited
         text = f"last completed {report.last}" if report.last else "nothing exchanged yet"
         if not place:
             return text, None
@@ -304,10 +280,10 @@ class Judge:
         members = exchange.members
         arrived = sorted({*members} - {*missing})
         text = (
-            f"{exchange.text}: rank {rank} has waited {duration(exchange.waited)} for other "
+            f"{exchange.title}: rank {rank} has waited {duration(exchange.waited)} for other "
             f"processes. Arrived: {ranks_text(arrived)}. Missing: {self._reasons(missing, now)}."
         )
-        if not missing and not exchange.subject.in_memory:
+        if not missing and not exchange.in_memory:
             text += f" All have arrived, so {self._name} does not answer."
         if missing and len(members) < len(self._processes):
             # A member may itself wait for one that is none.

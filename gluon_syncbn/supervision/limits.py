@@ -1,29 +1,20 @@
-"""Waits of Python for other processes, with a limit."""
+"""Limits calls of MXNet and Horovod that may wait for other processes for ever, first those with
+which a process joins its job."""
 
+import functools
 import threading
-import time
 
+import mxnet as mx
+
+from ..arguments import seconds
 from ..native import threads
 from . import durations, exit
-from .waits import bounded
+from .waits import Clock, bounded
 
 
-class Clock:
-    """The seconds, as `now`, in which this process was not stopped. Of those between two looks at
-    most three count, or half of the timeout, so look every second or so."""
-
-    def __init__(self):
-        self.now, self._looked = 0.0, time.monotonic()
-
-    def look(self, timeout):
-        before, self._looked = self._looked, time.monotonic()
-        self.now += min(self._looked - before, durations.LONGEST_LOOK, timeout / 2)
-        return self.now
-
-
-def call_within(seconds, function, otherwise):
-    """The result of a function of MXNet that may never return. Raises RuntimeError(otherwise) on
-    timeout; in its text, {} is the time. A process that is stopped does not wait."""
+def call_within(limit, function, otherwise):
+    """The result of a function of MXNet that may never return. Raises RuntimeError(otherwise)
+    after so many seconds; in its text, {} is the time. A process that is stopped does not wait."""
     results, failures = [], []
 
     def call():
@@ -35,10 +26,10 @@ def call_within(seconds, function, otherwise):
         finally:
             bounded.discard(threading.get_ident())
 
-    end = threads.start(call, patience=min(seconds, durations.THREAD))
-    clock, period = Clock(), min(durations.WARN_AFTER * seconds, durations.PERIOD)
+    end = threads.start(call, patience=min(limit, durations.THREAD))
+    clock, period = Clock(), min(durations.WARN_AFTER * limit, durations.PERIOD)
     try:
-        while not end.wait(period) and clock.look(seconds) < seconds:
+        while not end.wait(period) and clock.look(limit) < limit:
             pass
     finally:
         if not end.is_set():  # Also on Ctrl-C.
@@ -46,5 +37,50 @@ def call_within(seconds, function, otherwise):
     if failures:
         raise failures[0]
     if not results:
-        raise RuntimeError(otherwise.replace("{}", durations.duration(seconds)))
+        raise RuntimeError(otherwise.replace("{}", durations.duration(limit)))
     return results[0]
+
+
+# The distributed stores of this process, while a KVStoreReducer uses them.
+stores = set()
+_MISSING = "missing, stopped, or starts later than GLUON_SYNCBN_TIMEOUT allows."
+
+
+def creating(create):
+    """Wraps ``mx.kv.create``, which waits for all processes of the job: sets a limit, and refuses a
+    second distributed store."""
+
+    @functools.wraps(create)
+    def create_or_refuse(name="local"):
+        distributed = isinstance(name, str) and "dist" in name.lower()
+        # Third parties may have registered stores of their own.
+        if not distributed or name.lower() in mx.kv.KVStoreBase.kv_registry:
+            return create(name)
+        if stores:
+            raise ValueError(
+                "There is a distributed KVStore in this process, with a KVStoreReducer, and MXNet "
+                f"would wait indefinitely for another one, {name!r}: give the Trainer the store "
+                "itself, as kvstore=kv, update_on_kvstore=False."
+            )
+        return call_within(
+            seconds(None),
+            lambda: create(name),
+            f"mx.kv.create({name!r}) has waited {{}} for the job's other processes: one of its "
+            f"workers, servers or its scheduler is {_MISSING}",
+        )
+
+    return create_or_refuse
+
+
+def initializing(init):
+    """Wraps ``HorovodBasics.init``, which waits for all processes of the job: sets a limit."""
+
+    @functools.wraps(init)
+    def init_within(*args, **kwargs):
+        return call_within(
+            seconds(None),
+            lambda: init(*args, **kwargs),
+            f"hvd.init() has waited {{}} for the job's other processes: one is {_MISSING}",
+        )
+
+    return init_within

@@ -11,7 +11,7 @@ import time
 from .. import native
 from . import durations, waits
 from .durations import duration
-from .records import Exchange, Report, title_of
+from .records import Exchange, Report
 
 _LONGEST_STATUS = 4000  # characters of an error
 _MOST_IN_FLIGHT, _REMEMBERED = 8, 16
@@ -23,7 +23,8 @@ class Member:
 
     timeout : of its store
     in_flight() : exchanges in flight, and the last completed ones: two lists of `native.InFlight`
-    about(key) : the `Subject` of its exchanges
+    about(key) : of its exchanges, the first rank, the one after the last, and whether they meet in
+        shared memory
     """
 
     # Why no exchange can succeed any more.
@@ -105,8 +106,9 @@ class Member:
 
     # For the watcher.
 
-    def look(self, now, may_wait):
-        """Looks at its waits. may_wait: whether others may be waited for."""
+    def look(self, now, may_wait=True):
+        """Looks at exchanges and waits, and returns a `Report`. may_wait: whether others may be
+        waited for."""
         in_flight, completed = self._exchanges()
         begun, ended = native.store_operations()
         before, self._completed = self._completed, (completed[-1:], ended)
@@ -115,10 +117,6 @@ class Member:
             passed, may_wait and not in_flight, self._completed != before, begun > ended
         )
         self._patience = max(self._patience, *self.timeouts)
-
-    def report(self, now):
-        """The `Report` of this process."""
-        in_flight, completed = self._exchanges()
         here = {each.name for each in (*in_flight, *completed)}
         self._seen = {each.name: self._seen.get(each.name, now) for each in in_flight}
         return Report(
@@ -126,15 +124,14 @@ class Member:
                 Exchange(
                     each.name,
                     each.title,
-                    each.number,
                     now - self._seen[each.name],
                     each.timeout,
-                    self._about(each.key),
+                    *self._about(each.key),
                 )
                 for each in in_flight[:_MOST_IN_FLIGHT]
             ],
             {name: name in here for name in self.asked},
-            title_of(completed[-1].title, self._about(completed[-1].key)) if completed else None,
+            completed[-1].title if completed else None,
             self._place,
             self._status,
         )

@@ -11,27 +11,6 @@ FINISHED = "finished"
 # Why a process is missing.
 GONE = "process ended"
 SILENT = "no answer: stopped, or its machine is unreachable"
-# What to do about processes that have not built the same net.
-SAME_LAYERS = (
-    "Make the same layers, with the same settings and in the same order, in every process, also "
-    "those that only one of them uses."
-)
-
-
-class Subject(typing.NamedTuple):
-    """What the exchanges with a key have in common.
-
-    first, end : the range of ranks that take part
-    in_memory : whether they meet in shared memory, not at the store
-    layer, is_handshake : the id of the layer whose messages they are, or None; and whether they
-        compare its settings
-    """
-
-    first: int
-    end: int
-    in_memory: bool = False
-    layer: typing.Optional[int] = None
-    is_handshake: bool = False
 
 
 class Exchange(typing.NamedTuple):
@@ -39,25 +18,22 @@ class Exchange(typing.NamedTuple):
 
     name : equal in all processes
     title : what the user sees
-    number : of the call with its key, from 1 on
     waited, timeout : seconds. While the process is stopped it does not wait.
-    subject : its `Subject`
+    first, end : the range of ranks that take part
+    in_memory : whether they meet in shared memory, not at the store
     """
 
     name: str
     title: str
-    number: int
     waited: float
     timeout: float
-    subject: Subject
+    first: int
+    end: int
+    in_memory: bool = False
 
     @property
     def members(self):
-        return range(self.subject.first, self.subject.end)
-
-    @property
-    def text(self):
-        return title_of(self.title, self.subject)
+        return range(self.first, self.end)
 
 
 class Place(typing.NamedTuple):
@@ -91,30 +67,12 @@ class Report(typing.NamedTuple):
     def from_json(cls, fields):
         exchanges, reached, last, place, status = fields
         return cls(
-            [Exchange(*each[:-1], Subject(*each[-1])) for each in exchanges],
+            [Exchange(*each) for each in exchanges],
             dict(reached),
             last,
             place and Place(*place),
             status and tuple(status),
         )
-
-
-def title_of(title, subject):
-    """As messages have it."""
-    return f"{title}, to compare the layer's settings" if subject.is_handshake else title
-
-
-def exclude_each_other(one, two):
-    """Whether two processes that wait in these exchanges, and have not reached that of the other,
-    wait in vain: in the first calls of two layers, which begin with handshakes, or in a handshake
-    and a message of one layer."""
-    layers = [each.subject.layer for each in (one, two)]
-    handshakes = [each.subject.is_handshake for each in (one, two)]
-    if None in layers:
-        return False
-    if layers[0] == layers[1]:
-        return handshakes[0] != handshakes[1]
-    return any(handshakes) and one.number == two.number == 1
 
 
 def reasons(found):

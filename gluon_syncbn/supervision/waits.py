@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 
 from . import durations
 from .records import Place
@@ -67,6 +68,19 @@ class _Seen:
     def __init__(self, key):
         self.key = key
         self.stood = self.waited = self.counted = 0.0
+
+
+class Clock:
+    """The seconds, as `now`, in which this process was not stopped. Of those between two looks at
+    most three count, or half of the timeout, so look every second or so."""
+
+    def __init__(self):
+        self.now, self._looked = 0.0, time.monotonic()
+
+    def look(self, timeout):
+        before, self._looked = self._looked, time.monotonic()
+        self.now += min(self._looked - before, durations.LONGEST_LOOK, timeout / 2)
+        return self.now
 
 
 class Waits:

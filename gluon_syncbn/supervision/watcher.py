@@ -14,9 +14,9 @@ from .. import native
 from ..native import threads
 from . import durations, exit
 from .judge import END, VERDICT, WARNING, Judge
-from .limits import Clock
 from .links import Hub, Link
 from .records import FAILED, FINISHED, GONE, SILENT, Report
+from .waits import Clock
 
 _ADDRESS_SIZE = 80  # bytes
 
@@ -205,8 +205,7 @@ class Watcher:
 
     def _step(self):
         member, now = self.member, self._advance()
-        member.look(now, self._has_met)
-        report = member.report(now)
+        report = member.look(now, self._has_met)
         if self.rank == 0 or not self._has_met:
             self._judge.timeout = member.timeout
             self._act(self._judge.report(self.rank, report, now))
@@ -234,7 +233,7 @@ class Watcher:
         report, now = Report.from_json(fields), self._advance()
         if report.status and not self._judge.decided:
             # So that the verdict says what this process waits for.
-            self._act(self._judge.report(0, self.member.report(now), now))
+            self._act(self._judge.report(0, self.member.look(now), now))
         self._act(self._judge.report(rank, report, now))
 
     def _disconnected(self, rank):

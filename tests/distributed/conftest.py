@@ -14,7 +14,6 @@ STORES = [
     "test_distributed_empty:sequences",
     "test_distributed_module:trains",
     "test_distributed_sums:sums",
-    "test_distributed_sums:a_new_group",
     "test_routes:messages",
     "test_routes:another_store",
     "test_routes:a_group_that_failed",

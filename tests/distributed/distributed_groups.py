@@ -68,7 +68,6 @@ def sizes_of_groups(world):
     world.report("moving", moving(world))
     joins = world.reducer._memory.joins
     world.report("memory", [joins(ranks) for ranks in ((0, 1), (2, 3), range(world.size))])
-    world.report("sets", list(getattr(world.reducer, "_sets", {}).items()))
 
 
 def moving(world):
@@ -165,7 +164,7 @@ def other_nets(world):
 
 
 def layers_differ(world, count):
-    group = sbn.SyncGroup(store=world.reducer, timeout=20)
+    group = sbn.SyncGroup(store=world.reducer, timeout=5)
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         for _ in range(count):

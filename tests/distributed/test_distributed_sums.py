@@ -1,17 +1,12 @@
 """Layers whose data change from step to step: sums that the store adds have the bits of one
 process, and messages say when they do not fit."""
 
-from unittest import mock
-
 import gluon_syncbn as sbn
-import mxnet as mx
 import numpy as np
 import pytest
 from distributed_bits import DTYPES, Share, data
 from distributed_cluster import STORE, needs_horovod, run
 from distributed_stores import added_by_store
-from gluon_syncbn.native.routes import Key, Route
-from mxnet import autograd
 from runs import run as run_layer
 from tolerances import assert_same_bits
 
@@ -58,25 +53,6 @@ def sums(world):
     world.report("added by the store", len(added_by_store(world) - before))
 
 
-def a_new_group(world):
-    """The windows of a group that has failed are not those of the next one."""
-    layer = sbn.SyncBatchNorm(in_channels=3, momentum=0)
-    layer.initialize()
-    means = []
-    with mock.patch.object(Route, "restart", autospec=True, side_effect=Route.restart) as call:
-        for value in (1, 2):
-            group = sbn.SyncGroup(store=world.reducer, timeout=world.timeout)
-            sbn.set_default_group(group)
-            for _ in range(3):
-                with autograd.record():
-                    layer(mx.nd.full((2, 3), value + world.rank))
-                means.append(float(layer.running_mean.data()[0].asscalar()))
-    sbn.set_default_group(world.group)
-    route = world.reducer.routes[Key(layer._layer.id, "forward", -1)]
-    restarts = [arguments[0] is route for arguments, _ in call.call_args_list]
-    world.report("a new group", [means, sum(restarts)])
-
-
 @pytest.fixture(scope="module")
 def whole():
     return all_steps(Share())
@@ -98,10 +74,6 @@ def test_bits_of_two_processes(pair, whole, request):
     # Forward and backward. Horovod adds from 8 processes on, and shared memory never.
     added = 2 * len(SCALES) if "[two]" in request.node.name else 0
     assert pair.reported("added by the store") == [added] * 2
-
-
-def test_a_new_group_starts_without_windows(two):
-    assert two.reported("a new group") == [[[1.5] * 3 + [2.5] * 3, 1]] * 2
 
 
 @pytest.mark.long

@@ -15,8 +15,6 @@ from gluon_syncbn.supervision.records import (
     Exchange,
     Place,
     Report,
-    Subject,
-    exclude_each_other,
     reasons,
 )
 
@@ -32,7 +30,6 @@ FAULTS = {
     "loops": r"is at loop\.py:1 for",
     "fails": "failed: a bad batch",
     "finishes early": "reached the end of the script",
-    "builds another net": "waiting in Layer",
     "loses an answer": "waiting in Layer",
 }
 # What does not.
@@ -95,9 +92,9 @@ def name_of(step):
     return step if isinstance(step, str) else step.name
 
 
-def scripts(chance, size, timeouts, fewest):
+def scripts(chance, size, timeouts):
     """Of each process: calls of some layers, some of them for groups of processes."""
-    layers = range(chance.randint(fewest, 3))
+    layers = range(chance.randint(1, 3))
     groups = [chance.choice([g for g in range(2, size + 1) if size % g == 0]) for _ in layers]
     limits = [chance.choice(timeouts) for _ in layers]
     calls = range(1, chance.randint(2, 4))
@@ -105,10 +102,9 @@ def scripts(chance, size, timeouts, fewest):
 
     def script(rank):
         def exchange(layer, key, group, number=1):
-            name, title = f"{layer} {key} {group} {number}", f"Layer {layer}, call {number}"
+            name, title = f"{layer} {key} {group} {number}", f"Layer {layer}, {key} {number}"
             first = rank // group * group
-            subject = Subject(first, first + group, False, layer, key == "handshake")
-            return Exchange(name, title, number, 0.0, limits[layer], subject)
+            return Exchange(name, title, 0.0, limits[layer], first, first + group)
 
         found = [[exchange(layer, "handshake", size)] for layer in layers]
         for call in calls:
@@ -117,7 +113,7 @@ def scripts(chance, size, timeouts, fewest):
             found += [[f"step {call}"]] if steps[call - 1] else []
         return found
 
-    return [script(rank) for rank in range(size)], len(layers)
+    return [script(rank) for rank in range(size)]
 
 
 class History:
@@ -127,12 +123,11 @@ class History:
         timeouts = chance.choice([[T], [T, 2 * T], [T, 3 * T], [3 * T]])
         self.longest = max(timeouts)
         self.fault = chance.choice([None, None, *FAULTS])
-        differs = self.fault == "builds another net"
-        found, layers = scripts(chance, size, timeouts, 2 if differs else 1)
+        found = scripts(chance, size, timeouts)
         self.processes = [Process(*each) for each in enumerate(found)]
         # Rank 0's own death is no matter of the judge.
         self.culprit = chance.randrange(self.fault in ("killed", "stopped", "cut off"), size)
-        self.fault_at = 0.0 if differs else chance.uniform(0, 0.1 * T * len(found[0]))
+        self.fault_at = chance.uniform(0, 0.1 * T * len(found[0]))
         events = [*EVENTS, LONG] if min(timeouts) > T else EVENTS
         self.event, self.event_at = chance.choice(events), chance.uniform(0, T * len(found[0]) / 20)
         self.victim = chance.choice([r for r in range(size) if r != self.culprit])
@@ -147,8 +142,6 @@ class History:
         self.mail = [collections.deque() for _ in range(size)]
         self.arrived, self.lost_answer = collections.Counter(), None
         self.decisions = []
-        if differs:
-            self.processes[self.culprit].script[:2] = found[self.culprit][1::-1]
 
     def strike(self, process):
         """Returns whether the fault has happened."""
@@ -166,8 +159,6 @@ class History:
             if not here or isinstance(here[0], str):
                 return False
             self.lost_answer = here[0].name
-        elif self.fault == "builds another net":
-            return True
         elif process.waits:
             return False
         elif self.fault == "loops":
@@ -308,7 +299,7 @@ class History:
             assert passed <= 1, passed
         elif self.fault in ("stopped", "cut off"):
             assert passed <= self.longest, passed
-        elif self.fault in ("builds another net", "finishes early") and "Missing" in text:
+        elif self.fault == "finishes early" and "Missing" in text:
             waited = re.search(r"has waited ([\d.]+) s", text)
             # The others may have waited for a validation.
             exempt = "end of its script" in text or self.event in ("validation", LONG)
@@ -319,17 +310,9 @@ class History:
         missing, _, others = text.partition("The others")
         missing, others = named_in(missing.partition("Missing")[2]), named_in(others)
         assert "does not answer" not in text or self.fault == "loses an answer", text
-        says_so = "not built the same net" in text
-        assert says_so <= (self.fault == "builds another net"), text
-        # After a validation, the timeout may come first.
-        is_exempt = self.event in ("validation", LONG)
-        assert says_so or self.fault != "builds another net" or is_exempt, text
         if self.fault == "loses an answer" and "the store does not answer" in text:
             return
-        if self.fault == "builds another net":
-            assert self.culprit in missing or f"rank {self.culprit} has waited" in text, text
-        else:
-            assert re.search(FAULTS[self.fault], {**others, **missing}[self.culprit]), text
+        assert re.search(FAULTS[self.fault], {**others, **missing}[self.culprit]), text
         title = text.partition(": rank ")[0]
         for rank, reason in missing.items():
             assert not reason.startswith(f"waiting in {title} for"), text
@@ -339,7 +322,7 @@ class History:
 
 
 def key_of(step):
-    return step if isinstance(step, str) else (step.name, step.subject.first)
+    return step if isinstance(step, str) else (step.name, step.first)
 
 
 def named_in(text):
@@ -368,59 +351,15 @@ def test_random_histories(part):
 # Texts.
 
 
-def exchange(title, waited, timeout, subject, number=1):
-    return Exchange(f"the key of {title}", title, number, waited, timeout, subject)
-
-
-def test_how_a_verdict_describes_processes():
-    judge = Judge(16, "the store", 10)
-    for rank in range(15):
-        judge.report(rank, Report(), 0)
-    last = "SyncBatchNorm 'n', forward call 3"
-    for rank in (6, 8, 9, 10):
-        y = exchange("y", 3 + rank / 100, 10, Subject(0, 16, False, 0, True))
-        judge.report(rank, Report([y]), 5)
-    judge.report(0, Report(place=Place("train.py:3", 7)), 5)
-    judge.report(1, Report(last=last, place=Place("pull, called at a.py:1", 9, 2.5)), 5)
-    judge.report(2, Report(last=last, status=(FINISHED, "")), 5)
-    judge.disconnected(4, 5)
-    [(kind, text)] = judge.report(7, Report(status=(FAILED, "a bad batch")), 5)
-    assert (kind, text) == (
-        VERDICT,
-        "y, to compare the layer's settings: rank 10 has waited 3.1 s for other processes. "
-        "Arrived: ranks 6, 8-10. Missing: "
-        "rank 0 (nothing exchanged yet, is at train.py:3 for 7 s), "
-        "rank 1 (last completed SyncBatchNorm 'n', forward call 3, "
-        "waits in pull, called at a.py:1 for 9 s), "
-        "rank 2 (reached the end of the script), "
-        "ranks 3, 5, 11-14 (no answer: stopped, or its machine is unreachable), "
-        "rank 4 (process ended), rank 7 (failed: a bad batch), rank 15 (not heard of).",
-    )
+def test_how_reasons_are_put_together():
     assert reasons({}) == "none"
     assert reasons({1: ("x", 2.0), 2: ("x", 3.0), 3: ("x", None)}) == "ranks 1-3 (x)"
     assert reasons({1: ("x", 2.0), 2: ("y", None)}) == "rank 1 (x for 2 s), rank 2 (y)"
 
 
-@pytest.mark.parametrize(
-    "one, other, expected",
-    [
-        ((2, True, 1), (1, True, 1), True),
-        ((2, True, 1), (1, False, 1), True),
-        ((1, False, 6), (1, True, 2), True),
-        ((2, True, 1), (1, False, 5), False),  # It may come one batch later.
-        ((1, False, 1), (2, False, 1), False),  # They come in any order.
-        ((2, True, 1), (None, False, 1), False),
-    ],
-)
-def test_exchanges_that_exclude_each_other(one, other, expected):
-    """(layer, whether it is a handshake, number)"""
-    both = [exchange("A", 0, 1, Subject(0, 2, False, *each[:2]), each[2]) for each in (one, other)]
-    assert exclude_each_other(*both) == exclude_each_other(*reversed(both)) == expected
-
-
 def test_a_report_travels_as_json():
     report = Report(
-        [exchange("a", 1.5, 10.0, Subject(0, 2, True, 3, False))],
+        [Exchange("a 1", "a", 1.5, 10.0, 0, 2)],
         {"a": True},
         "b",
         Place("c", 1.0, None),
@@ -439,27 +378,3 @@ def test_a_verdict_has_a_longest_text():
     [(kind, text)] = judge.report(1, Report(status=(FAILED, "a bad batch")), 1)
     assert kind == VERDICT and text.startswith("Missing: rank 1 (failed: a bad batch). The others:")
     assert len(text) == 8000 and judge.decided == (kind, text)
-
-
-def test_before_all_know_each_other():
-    """Each process judges for itself, and knows nothing of the others."""
-    judge = Judge(3, "the store", 10)
-    for now in range(12):
-        wait = exchange("startup handshake", now, 10, Subject(0, 3))
-        assert not judge.report(1, Report([wait]), now)
-        decisions = judge.tick(now)
-        assert [each.kind for each in decisions] == {1: [WARNING], 11: [VERDICT]}.get(now, [])
-    assert "Arrived: rank 1. Missing: ranks 0, 2 (not heard of)." in decisions[0].text
-
-
-def test_one_of_a_group_waits_outside_it():
-    """So the text says where the others are."""
-    judge = Judge(3, "the store", 10)
-    judge.begin(0)
-    judge.report(0, Report([exchange("a", 10.5, 10, Subject(0, 2))]), 9)
-    judge.report(1, Report([exchange("b", 10.0, 20, Subject(1, 3))]), 9)
-    judge.report(2, Report(place=Place("loop.py:1", 9)), 9)
-    text = (
-        "Missing: rank 1 (waiting in b for 10 s). The others: rank 2 (nothing exchanged yet, is at "
-    )
-    assert text + "loop.py:1 for 9 s)." in judge.tick(9)[0].text

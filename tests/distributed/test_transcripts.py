@@ -1,7 +1,8 @@
 """The judge replays what happened to jobs. A transcript has an event a line:
 
-processes 3, timeout 20          all have met, and report nothing
-rank 1 in LAYER, number 3        it waits in an exchange of all, its 3rd one; it has arrived
+processes 3, timeout 20          all have met, unless ", not met" follows, and report nothing
+rank 1 in LAYER, call 3          it waits in this exchange, of all unless ", of 0-1" follows; it has
+                                 arrived
 rank 1 at train.py:30            it waits for nothing
 rank 1 waits in asnumpy          for others, and half of that: "may wait in asnumpy"
 rank 1 finished, failed: ERROR   its script has ended
@@ -16,17 +17,18 @@ from pathlib import Path
 import pytest
 from gluon_syncbn.supervision import durations
 from gluon_syncbn.supervision.judge import Judge
-from gluon_syncbn.supervision.records import FAILED, FINISHED, Exchange, Place, Report, Subject
+from gluon_syncbn.supervision.records import FAILED, FINISHED, Exchange, Place, Report
 
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 PERIOD = 0.5
 
 
 class Replay:
-    def __init__(self, size, timeout):
+    def __init__(self, size, timeout, not_met):
         self.size, self.timeout, self.now = size, timeout, 0.0
         self.judge = Judge(size, "the KVStore's server", timeout)
-        self.judge.begin(0.0)
+        if not not_met:
+            self.judge.begin(0.0)
         # What each process does, since when, and the exchanges that it has reached.
         self.does = {rank: ("at", "train.py:1") for rank in range(size)}
         self.since = dict.fromkeys(range(size), 0.0)
@@ -66,9 +68,9 @@ class Replay:
         seconds = self.now - self.since[rank]
         exchanges, place, status = [], None, None
         if does == "in":
-            layer, number = re.fullmatch(r"(.+), number (\d+)", text).groups()
-            subject = Subject(0, self.size, True, layer.split()[0], layer.endswith("handshake"))
-            exchanges = [Exchange(text, layer, int(number), seconds, self.timeout, subject)]
+            title, first, last = re.fullmatch(r"(.+), call \d+(?:, of (\d+)-(\d+))?", text).groups()
+            ranks = (int(first), int(last) + 1) if first else (0, self.size)
+            exchanges = [Exchange(text, title, seconds, self.timeout, *ranks, True)]
         elif does == "at":
             place = Place(text, seconds)
         elif does.endswith("wait in") or does == "waits in":
@@ -83,7 +85,8 @@ class Replay:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_transcript(file):
     lines = [line for line in file.read_text().splitlines() if line and line[0] != "#"]
-    replay = Replay(*map(int, re.fullmatch(r"processes (\d+), timeout (\d+)", lines[0]).groups()))
+    head = re.fullmatch(r"processes (\d+), timeout (\d+)(, not met)?", lines[0])
+    replay = Replay(int(head[1]), int(head[2]), head[3])
     for line in lines[1:]:
         if not line.startswith("->"):
             replay.event(line)

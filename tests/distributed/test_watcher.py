@@ -22,7 +22,7 @@ from gluon_syncbn.supervision import durations
 from gluon_syncbn.supervision import links as connections
 from gluon_syncbn.supervision import watcher as module
 from gluon_syncbn.supervision.member import Member
-from gluon_syncbn.supervision.records import FAILED, Subject
+from gluon_syncbn.supervision.records import FAILED
 from gluon_syncbn.supervision.watcher import Watcher
 from programs import wait_until
 
@@ -71,8 +71,8 @@ class Job:
         wait_until(lambda: all(watcher._has_met for watcher in self.watchers.values()))
 
     def _watch(self, rank):
-        subject = Subject(0, self.size, True)
-        member = Member(self.timeout, lambda: self.flying[rank], lambda _: subject)
+        about = 0, self.size, True
+        member = Member(self.timeout, lambda: self.flying[rank], lambda _: about)
         return Watcher(rank, self.size, "the store", member, lambda _: None)
 
     def _start(self, rank, text):
@@ -423,9 +423,8 @@ def test_a_stranger_gets_no_answer_and_does_no_harm(new_job, stranger, capfd):
 
 
 def test_slow_strangers_are_dropped_and_block_nobody(new_job, monkeypatch):
-    """Also those that send a byte now and then, and more than are served at once."""
+    """Also those that send a byte now and then."""
     monkeypatch.setattr(durations, "GREETING", 1.0)
-    monkeypatch.setattr(connections, "_MOST_STRANGERS", 20)
     job = new_job()
     job.all_connected()
     files, begin = open_files(), time.monotonic()

@@ -145,8 +145,6 @@ SBN_EXPORT void* gluon_syncbn_function_route(void* connection, const char* key, 
 // See Route.
 SBN_EXPORT int64_t gluon_syncbn_route_calls(void* route) { return route_of(route)->calls(); }
 
-SBN_EXPORT void gluon_syncbn_restart_route(void* route) { route_of(route)->restart(); }
-
 SBN_EXPORT void gluon_syncbn_close_route(void* route, const char* why) {
   route_of(route)->close(why);
 }

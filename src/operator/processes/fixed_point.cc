@@ -205,11 +205,6 @@ void FixedPoint::follow(const double* messages) {
   ready_ = true;
 }
 
-void FixedPoint::restart() {
-  ready_ = false;
-  std::fill(windows_.begin(), windows_.end(), 0.0);
-}
-
 template void FixedPoint::pack(const double*, float*);
 template void FixedPoint::pack(const double*, double*);
 template bool FixedPoint::unpack(const float*, double*);

@@ -54,8 +54,6 @@ class FixedPoint {
   // Called instead of unpack() after an exchange of values, with the messages of all processes, by
   // rank.
   void follow(const double* messages);
-  // Returns to the initial state, for processes that may have failed at different calls.
-  void restart();
 
  private:
   size_t sums() const { return windows_.size(); }

@@ -58,13 +58,6 @@ int64_t Route::calls() const {
   return calls_;
 }
 
-void Route::restart() {
-  const std::lock_guard<std::mutex> turn(turn_);
-  if (transports_.fixed_point) transports_.fixed_point->restart();
-  const std::lock_guard<std::mutex> lock(closing_);
-  closed_.clear();
-}
-
 void Route::close(const std::string& why) {
   const std::lock_guard<std::mutex> lock(closing_);
   if (closed_.empty()) closed_ = why;

@@ -107,9 +107,6 @@ class Route {
   int64_t ranks() const { return ranks_; }
   // The number of exchanges so far.
   int64_t calls() const;
-  // Opens it again: the next exchange is one of values, as the first was. All processes must call
-  // this before the same exchange.
-  void restart();
   // Exchanges that wait, and those that begin from now on, raise this. The first text stays.
   void close(const std::string& why);
 

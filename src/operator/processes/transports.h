@@ -39,7 +39,6 @@ struct HorovodArrays {
   // horovod_mxnet_allgather_async of horovod/mxnet/mpi_ops.h.
   int (*allgather)(Handle* inputs, Handle* outputs, const char* name, int priority, int process_set,
                    int num_tensors);
-  int process_set;
   int ranks;
   // The number of values of each process.
   int64_t size;

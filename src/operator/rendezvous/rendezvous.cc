@@ -34,8 +34,7 @@ void add_other_processes(State* state, Layer* layer, const Layer::Key& key, bool
   if (spans_processes) {
     state->record.note(call);
     try {
-      layer->messages.all_reduce(call, state->observer.open, state->observer.warn, &all->on_host,
-                                 &all->count);
+      layer->messages.all_reduce(call, state->observer.open, &all->on_host, &all->count);
     } catch (const std::exception& failure) {
       throw Error(failure.what());
     }

@@ -20,7 +20,7 @@ struct Pair {
   };
 
   std::vector<std::unique_ptr<Fixture>> processes;
-  std::vector<std::string> warnings, keys;
+  std::vector<std::string> keys;
   std::mutex mutex;
   std::condition_variable changed;
   Round round;
@@ -31,10 +31,6 @@ struct Pair {
     for (size_t rank = 0; rank < kProcesses; ++rank) {
       processes.emplace_back(new Fixture(config_of_two_processes(cpus(1), timeout)));
       Observer observer;
-      observer.warn = [this](const std::string& text) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        warnings.push_back(text);
-      };
       const auto send = [this, rank](const Doubles& message, Doubles* all) {
         std::unique_lock<std::mutex> lock(mutex);
         round.sent[rank] = message;
@@ -123,7 +119,6 @@ TEST(backward_calls_come_in_any_order) {
       for (const auto& call : calls) CHECK_EQ(call->error(), "");
     }
     CHECK(pair.keys == std::vector<std::string>(2, "5 backward 0"));
-    CHECK(pair.warnings.empty());
   }
 }
 
@@ -145,7 +140,7 @@ TEST(one_process_goes_backward_one_call_after_the_other) {
     }
     CHECK_EQ(one.error(), "");
     for (const auto& call : calls) CHECK_EQ(call->error(), "");
-    CHECK(pair.warnings.empty() && one.seconds() < kSoon);
+    CHECK(one.seconds() < kSoon);
   }
 }
 
@@ -159,8 +154,6 @@ TEST(a_backward_call_that_another_process_leaves_out_is_an_error) {
     CHECK(contains(error, is_first ? "Arrived: ranks 0;" : "Arrived: ranks 1;"));
     CHECK(call->seconds() > 0.9 && call->seconds() < kSoon);
   }
-  CHECK_EQ(apart.warnings.size(), 2u);
-  CHECK(contains(apart.warnings[0], "After 1 s this is an error."));
 }
 
 TEST(forward_calls_that_do_not_fit_together_are_an_error_in_both) {
