@@ -100,12 +100,12 @@ def test_sums_of_what_users_have(pair):
 
 
 ALONE = Reducer(0, 1, 60.0)
-DTYPES = ["float16", "float32", "float64", "int8", "uint8", "int32", "int64"]
+DTYPES = ["float16", "float64", "uint8", "int64"]
 HALVES = np.array([[1.5, 0], [0, -3]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(), (2, 0), (2, 1, 2)])
 def test_arrays_of_numpy_and_mxnet(dtype, shape):
     values = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
     with mx.util.np_shape(True):
@@ -120,13 +120,11 @@ def test_arrays_of_numpy_and_mxnet(dtype, shape):
     "given, expected",
     [
         (mx.nd.array(HALVES).tostype("csr"), HALVES),
-        (mx.nd.array(HALVES).tostype("row_sparse"), HALVES),
         (mx.nd.array(HALVES).astype(np.dtype([("bfloat16", np.uint16)])), HALVES),
         (np.arange(12).reshape(3, 4)[::2, ::-1].T, np.arange(12.0).reshape(3, 4)[::2, ::-1].T),
         (np.longdouble([0.5, np.nan, np.inf]), [0.5, np.nan, np.inf]),
         (0.1, 0.1),
         (np.float32(0.1), np.float64(np.float32(0.1))),
-        (-(2**53), -(2.0**53)),
         (np.uint64(2**63), 2.0**63),
         (
             [2**62, True, np.float16(3), np.array(4), mx.nd.array([5])[0].asscalar()],
@@ -136,7 +134,7 @@ def test_arrays_of_numpy_and_mxnet(dtype, shape):
         ([mx.nd.ones(2), np.zeros(2), [3, 4]], [[1, 1], [0, 0], [3, 4]]),
         ([], []),
     ],
-    ids=range(13),
+    ids=range(11),
 )
 def test_what_else_users_have(given, expected):
     assert_same_bits(
@@ -144,30 +142,25 @@ def test_what_else_users_have(given, expected):
     )
 
 
-@pytest.mark.parametrize("function", ["all_reduce", "all_gather"])
 @pytest.mark.parametrize(
     "given, what",
     [
         (2**53 + 1, "9007199254740993"),
-        (-(2**53) - 1, "-9007199254740993"),
         (np.array([1, 2**63 + 1], np.uint64), "9223372036854775809"),
         (mx.nd.array([2**62 + 1], dtype="int64"), "4611686018427387905"),
         ([0.5, 2**53 + 1], "9007199254740993"),
-        (2**70 + 1, "118059162"),
         (1 + np.finfo(np.longdouble).eps, r".*000001"),
         (np.ones(2, complex), "array"),
-        ("0.5", "'0.5'"),
         (("accuracy", 0.5), "'accuracy'"),
         (None, "None"),
-        ({"loss": 1.0}, "{'loss': 1.0}"),
         ([np.ones(2), np.ones(3)], r"a list of arrays of shapes \(2,\), \(3,\)"),
         (mx.gluon.nn.Dense(1), "Dense"),
     ],
-    ids=range(14),
+    ids=range(10),
 )
-def test_what_cannot_be_added(function, given, what):
-    with pytest.raises(ValueError, match=f"^{function} got {what}.*: give "):
-        getattr(ALONE, function)("refused", given)
+def test_what_cannot_be_added(given, what):
+    with pytest.raises(ValueError, match=f"^all_reduce got {what}.*: give "):
+        ALONE.all_reduce("refused", given)
 
 
 def test_one_process_checks_what_several_do():

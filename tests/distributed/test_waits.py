@@ -163,3 +163,16 @@ def test_after_a_verdict_the_error_has_time_to_be_raised(is_caught):
             member.look(tenths / 10, True)
             ends = ends or member.why_it_ends(tenths / 10) and tenths / 10
     assert ends == pytest.approx(15.0 if is_caught else 5.6, abs=0.2)
+
+
+def test_a_longer_timeout_of_a_call_holds_until_rank_0_is_heard_of():
+    member = Member(2.0, lambda: ([], []), None)
+    member.hear(0.0)
+    with member.waits(600):
+        member.look(3.0)
+    for now in (3.0, 500.0):
+        member.look(now)
+        assert not member.gives_up(now)
+    member.hear(500.0)
+    member.look(503.0)
+    assert member.gives_up(503.0)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 import struct
@@ -17,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from gluon_syncbn.native import InFlight
 from gluon_syncbn.supervision import durations
 from gluon_syncbn.supervision import links as connections
 from gluon_syncbn.supervision import watcher as module
@@ -144,14 +142,6 @@ def open_files():
 # The decisions.
 
 
-def test_one_that_is_missing(new_job):
-    job = new_job(3, timeout=1)
-    job.flying[1] = [InFlight("a title", "key", 7, 1.0, time.monotonic())], []
-    text = job.verdict(within=5)
-    assert text.startswith("a title: rank 1 has waited 1")
-    assert "Arrived: rank 1. Missing: ranks 0, 2 (nothing exchanged yet, is at " in text
-
-
 @pytest.mark.parametrize("size", [2, 7])
 def test_the_end(new_job, size):
     """Comes once all have reached it, and all take the same way out."""
@@ -163,14 +153,6 @@ def test_the_end(new_job, size):
         job[0].leave(None, calls.append)
     assert calls == [10] * size
     assert {each.member.lost for each in job.watchers.values()} == {"The process ends."}
-
-
-def test_a_failure_ends_all(new_job):
-    job = new_job(4)
-    text = "a bad batch " + "\N{GRINNING FACE}" * 10**5  # What JSON writes with most bytes.
-    job[2].leave(text, None)
-    del job.watchers[2]
-    assert f"Missing: rank 2 (failed: {text[:4000]})." in job.verdict(within=2)
 
 
 def test_a_process_that_ends_at_once_tells_why(new_job):
@@ -197,26 +179,6 @@ def test_rank_0_is_missing(new_job, fault):
     else:
         assert text.startswith("Missing: rank 0 (no answer: stopped")
         assert time.monotonic() - begin > 1
-
-
-def test_a_timeout_of_one_call(new_job):
-    """Holds while the call waits, and until rank 0 has been heard of since."""
-    job = new_job(3, 2.0, {0: "meet(); time.sleep(600)"})
-    rank_0 = job.processes[0]
-
-    def stop_longer_than_the_timeout():
-        rank_0.send_signal(signal.SIGSTOP)
-        wait_until(lambda: all(one._now - one.member._heard > 3 for one in job.watchers.values()))
-
-    with job[1].member.waits(600), job[2].member.waits(600):
-        stop_longer_than_the_timeout()
-    looks = {rank: one.member._looked for rank, one in job.watchers.items()}
-    wait_until(lambda: all(one.member._looked > looks[rank] for rank, one in job.watchers.items()))
-    assert not any(one.member.lost for one in job.watchers.values())
-    rank_0.send_signal(signal.SIGCONT)
-    wait_until(lambda: all(one._now - one.member._heard < 1 for one in job.watchers.values()))
-    stop_longer_than_the_timeout()
-    assert job.verdict(within=10).startswith("Missing: rank 0 (no answer: stopped")
 
 
 def test_rank_0_is_stopped_for_less_than_the_timeout(new_job, monkeypatch):
@@ -318,16 +280,6 @@ def test_the_end_of_a_connection_says_of_its_process(how, monkeypatch):
     assert heard == [(1, "a report")] and gone == ([1] if how in ("closed", "reset") else [])
 
 
-def test_a_connection_that_is_renewed_has_not_ended(new_job):
-    """Else a firewall that refuses the next one would say that rank 0 has."""
-    job = new_job()
-    job.all_connected()
-    link, before = job[1]._link, job[1]._link._writer
-    job[1]._call(link.renew)
-    wait_until(lambda: link._writer not in (None, before))
-    assert not link._has_ended and is_alive(job)
-
-
 def test_a_connection_may_end_long_before_the_next(new_job, monkeypatch):
     """As where a link is back, and the end of the silent one comes first."""
     job, connect_to, is_back = new_job(), asyncio.open_connection, threading.Event()
@@ -346,27 +298,6 @@ def test_a_connection_may_end_long_before_the_next(new_job, monkeypatch):
     is_back.set()
     job.all_connected()
     assert is_alive(job)
-
-
-def test_no_descriptors_and_no_threads_for_a_second(new_job, monkeypatch):
-    job = new_job(3, timeout=2)
-    job.all_connected()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with monkeypatch.context() as patch:
-        patch.setattr("threading.Thread.start", no_thread)
-        with connect(job) as stranger:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno(), limits[1]))
-            try:
-                with pytest.raises(OSError, match="Too many open files"):
-                    os.open("/", os.O_RDONLY)
-                time.sleep(1)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert not job[0].member.lost and is_alive(job)
-
-
-def no_thread(_):
-    raise RuntimeError("can't start new thread")
 
 
 def test_a_look_that_fails_is_followed_by_others(new_job, caplog):
@@ -399,9 +330,7 @@ def test_somebody_else_listens_at_the_port(new_job, answer):
 STRANGERS = {
     "garbage": lambda _: os.urandom(1 << 20),
     "another token": lambda _: b'[1, "00000000000000", 1]\n',
-    "no token": lambda _: b"[1]\n",
     "no ASCII": lambda _: b'[1, "\\u00e9\\ud800", 1]\n',
-    "another version": lambda token: b'[2, "%s", 1]\n' % token,
     "no rank": lambda token: b'[1, "%s", 2]\n' % token,
     "too long": lambda token: b'[1, "%s", "%s"]\n' % (token, b"x" * (1 << 18)),
     "no UTF-8": lambda token: b'[1, "%s", "\xff\xfe"]\n' % token,
@@ -430,25 +359,16 @@ def test_slow_strangers_are_dropped_and_block_nobody(new_job, monkeypatch):
     files, begin = open_files(), time.monotonic()
     clients = [connect(job) for _ in range(40)]
     for client in clients:
-        with contextlib.suppress(OSError):
-            client.sendall(b"[1, ")
+        client.sendall(b"[1, ")
     time.sleep(0.5)
     for client in clients:
-        with contextlib.suppress(OSError):
-            client.sendall(b'"')
+        client.sendall(b'"')
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
         client.close()
     assert 0.9 < time.monotonic() - begin < 5
     wait_until(lambda: open_files() <= files)
     assert is_alive(job)
-
-
-def test_no_descriptors_are_left(new_job):
-    new_job().close()
-    files = open_files()
-    new_job(5).close()
-    wait_until(lambda: open_files() <= files)
 
 
 # Addresses.
@@ -477,7 +397,5 @@ def test_ipv6(new_job, monkeypatch):
 @pytest.mark.parametrize("host", ["198.51.100.77", "0.0.0.0"])
 def test_an_address_that_is_not_ours(new_job, monkeypatch, host):
     monkeypatch.setenv("DMLC_NODE_HOST", host)
-    files = open_files()
     with pytest.raises(OSError, match=f"cannot listen on '{host}'.*set DMLC_NODE_HOST"):
         new_job()
-    wait_until(lambda: open_files() == files)
