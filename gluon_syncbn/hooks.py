@@ -16,7 +16,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from mxnet.symbol import Symbol
 
 from . import trainers
-from .graph import compiled, modules, static_shape, unknown_shapes
+from .graph import compiled, modules, static_shape
 from .native import failures, library
 from .supervision import exit, limits, waits
 
@@ -68,9 +68,6 @@ _HOOKS = [
     (DataParallelExecutorGroup, "forward", modules.noting_training),
     (mx.autograd._RecordingStateScope, "__exit__", failures.leaving),
     (mx.nd.CachedOp, "__init__", static_shape.with_statistics_as_data),
-    (Symbol, "_infer_shape_impl", unknown_shapes.inferring_by_stock),
-    (Symbol, "_infer_type_impl", unknown_shapes.inferring_by_stock),
-    (Symbol, "simple_bind", unknown_shapes.binding_by_stock),
     (Trainer, "__init__", partial(trainers.calling, after=[trainers.number_keys])),
     (Trainer, "_init_kvstore", partial(trainers.calling, after=[trainers.use_own_keys])),
     (Trainer, "step", _adding),

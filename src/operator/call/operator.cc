@@ -121,8 +121,9 @@ int with_name(const Operator* op, const F& f) {
 void check_shapes(Operator* op, int size, int* ndims, int** shapes) {
   if (!op->attributes.error.empty()) throw dmlc::Error(op->attributes.error);
   if (ndims[kData] <= 0) {
-    // gluon_syncbn/graph/unknown_shapes.py looks for this text.
-    throw dmlc::Error("does not know the shape of its data: give the shapes of more inputs.");
+    throw dmlc::Error(
+        "does not know the shape of its data, which only operators after it may tell: give the "
+        "shapes of more inputs, as in mx.sym.var('x', shape=(2, 3)).");
   }
   const int axis = channel_axis(op->attributes.axis, shapes[kData], ndims[kData]);
   if (op->attributes.virtual_devices && axis == 0) {
