@@ -1,6 +1,5 @@
 """Makes the batch normalization of an existing net synchronized, or stock again."""
 
-import functools
 import logging
 import sys
 
@@ -129,20 +128,16 @@ def convert_sync_batchnorm(
         given["_num_devices"] = template._num_devices
     found = list(walk(net))
     conversion, fusion = _Conversion(template, given, also), ((), ())
-    try:
-        for path, block in found:
-            conversion.convert(path, block)
-        if fuse:
-            fusion = fuse_blocks(found)
-    except Exception:
-        conversion.undo()
-        raise
+    for path, block in found:
+        conversion.convert(path, block)
+    if fuse:
+        fusion = fuse_blocks(found)
     report = Report(*map(tuple, (*conversion.entries(), *fusion)))
     return _finish(net, report, found, "convert_sync_batchnorm", return_report)
 
 
 class _Conversion:
-    """What has been done so far, and how to undo it.
+    """What has been done so far.
 
     template: a SyncBatchNorm with everything that a layer will get. given: the attributes that a
     synchronized layer adopts. also: further classes to replace.
@@ -150,14 +145,10 @@ class _Conversion:
 
     def __init__(self, template, given, also):
         self._template, self._given, self._also = template, given, also
-        self._replaced, self._already, self._refused, self._undo = [], [], [], []
+        self._replaced, self._already, self._refused = [], [], []
 
     def entries(self):
         return self._replaced, self._already, self._refused
-
-    def undo(self):
-        for step in reversed(self._undo):
-            step()
 
     def convert(self, path, block):
         why = None
@@ -178,16 +169,14 @@ class _Conversion:
             self._refused.append(Entry(block.name, path, _kind(block), why=why))
 
     def _synchronize(self, path, layer, name, before):
-        self._undo.append(functools.partial(_make_stock, layer))
         _make_synchronized(layer, self._template)
         self._replaced.append(Entry(name, path, before, _kind(layer)))
 
     def _adopt(self, path, layer):
         self._already.append(path)
         if self._given:
-            before = {name: vars(layer)[name] for name in self._given}
-            self._undo.append(functools.partial(_set, layer, before))
-            _set(layer, self._given)
+            vars(layer).update(self._given)
+            layer._layer.join(layer._own_group, layer._num_devices)
 
     def _convert_graph(self, path, block):
         nodes, left = read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR})
@@ -202,7 +191,6 @@ class _Conversion:
                 unbiased = node.settings.unbiased
                 layer._own_settings = {**layer._own_settings, "unbiased": unbiased}
         if nodes:
-            self._undo.append(functools.partial(take_out, block))
             put_in(block, nodes)
 
 
@@ -351,11 +339,6 @@ def _make_stock(layer):
         vars(layer).pop(name, None)
     layer._kwargs = {name: layer._kwargs.get(name, value) for name, value in settings.items()}
     layer.__class__ = kind
-
-
-def _set(layer, values):
-    vars(layer).update(values)
-    layer._layer.join(layer._own_group, layer._num_devices)
 
 
 def _why_not(layer, also, template):

@@ -23,12 +23,7 @@ _log = logging.getLogger("gluon_syncbn")
 
 # What to do about arguments of other libraries' layers.
 _ELSEWHERE = {
-    "activation_param": "give slope",
     "affine": "give center and scale",
-    "axis_name": "give group, a SyncGroup",
-    "channel_last": "give axis=-1",
-    "data_format": "give axis",
-    "decay_rate": "give momentum",
     "eps": "give epsilon",
     "fix_gamma": "give scale, its opposite",
     "fuse_relu": "give activation='relu'",
@@ -38,10 +33,6 @@ _ELSEWHERE = {
     "process_group": "give group, a SyncGroup",
     "track_running_stats": "leave it out. Inference uses running statistics, and training too with "
     "use_global_stats=True",
-    "trainable": "give use_global_stats=True to freeze it, and its parameters grad_req='null'",
-    "use_bias": "give center",
-    "use_running_average": "give use_global_stats",
-    "use_scale": "give scale",
 }
 
 
