@@ -144,27 +144,3 @@ def test_files_fit_each_way(saved, loaded, tmp_path):
     for net in (target, collected):
         for p, expected in zip(net.collect_params().values(), source.collect_params().values()):
             assert_same_bits(p.data().asnumpy(), expected.data().asnumpy(), p.name)
-
-
-def test_files_that_name_layers_by_class_fit_a_converted_net(tmp_path):
-    def built(kind):
-        net = nn.HybridSequential(prefix="net_")
-        with net.name_scope():
-            net.add(kind(in_channels=3))
-        net.initialize()
-        return net
-
-    source = built(nn.BatchNorm)
-    random_statistics(source)
-    source.hybridize()
-    source(mx.nd.ones((1, 3)))
-    source.collect_params().save(str(tmp_path / "collected.params"))
-    source.export(str(tmp_path / "net"))
-    for file in ("collected.params", "net-0000.params"):
-        with pytest.raises(AssertionError, match="net_syncbatchnorm0_gamma"):
-            built(sbn.SyncBatchNorm).collect_params().load(str(tmp_path / file))
-        net = sbn.convert_sync_batchnorm(built(nn.BatchNorm))
-        net.collect_params().load(str(tmp_path / file))
-        assert_same_bits(
-            net[0].running_var.data().asnumpy(), source[0].running_var.data().asnumpy(), file
-        )

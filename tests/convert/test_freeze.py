@@ -108,36 +108,6 @@ def test_random_nets_are_those_made_with_use_global_stats(seed, mode):
         assert_same(step(with_values(net), x), step(expected, x), what)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("synced", [False, True])
-def test_graphs_of_symbol_blocks_follow(synced, mode):
-    source = prepared(Net(3))
-    count, data = source.number, mx.sym.var("data")
-    frozen = prepared(Net(3, range(count)))
-    x = np.random.default_rng(0).normal(1, 2, (4, 2, 3))
-    net = SymbolBlock(source(data), data)
-    for name, parameter in net.collect_params().items():
-        parameter.shape = source.collect_params()[name].shape
-    if synced:
-        for each in (net, source, frozen):
-            sbn.convert_sync_batchnorm(each)
-    prepared(net, MODES[mode])
-
-    def check(expected, text):
-        assert_same(step(with_values(net), x)[:2], step(with_values(expected), x)[:2], text)
-
-    check(source, "as made")
-    assert sbn.freeze(net) == count and sbn.freeze(net) == 0
-    check(frozen, "frozen")
-    assert sbn.unfreeze(net) == count
-    check(source, "unfrozen")
-    if synced:
-        sbn.freeze(net)
-        for each in (net, frozen):
-            sbn.revert_sync_batchnorm(each)
-        check(frozen, "frozen, reverted")
-
-
 def test_gamma_that_an_operator_computes():
     """It is no parameter, so freezing adds none and leaves only beta to `affine`."""
     gamma = mx.sym.Reshape(mx.sym.var("g"), shape=(3,), name="computed")
@@ -149,26 +119,6 @@ def test_gamma_that_an_operator_computes():
     assert net.params["norm_beta"].grad_req == "null" and net.params["g"].grad_req == "write"
     assert sbn.unfreeze(net) == 1
     assert net.params["norm_beta"].grad_req == "write"
-
-
-def test_exports_and_files_keep_it(tmp_path):
-    """A file of net.export is a frozen graph, and one of save_parameters fits either."""
-    net = prepared(Net(2), MODES["hybrid"])
-    x = np.random.default_rng(0).normal(1, 2, (4, 2, 3))
-    sbn.freeze(net)
-    step(net, x)
-    net.export(str(tmp_path / "net"))
-    net.save_parameters(str(tmp_path / "parameters"))
-    loaded = SymbolBlock.imports(
-        str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params"), context()
-    )
-    assert sbn.freeze(loaded) == 0 and sbn.unfreeze(loaded) == net.number
-    sbn.freeze(loaded)
-    sbn.export(net, str(tmp_path / "stock"), input_shape=x.shape)
-    text = (tmp_path / "stock-symbol.json").read_text()
-    assert text.count('"use_global_stats": "True"') == net.number
-    net.load_parameters(str(tmp_path / "parameters"))
-    assert sbn.unfreeze(net) == net.number
 
 
 def test_affine_restores_grad_req():

@@ -198,32 +198,6 @@ def test_export_of_a_net_of_use_np(hybridized, tmp_path):
     assert relative_error(found, expected) <= EXPORTED[False]
 
 
-class OneOperator(gluon.HybridBlock):
-    def __init__(self, function):
-        super().__init__()
-        self.norm = sbn.SyncBatchNorm(in_channels=3)
-        self._function = function
-
-    def hybrid_forward(self, F, x):
-        return self._function(F, self.norm(x))
-
-
-ONNX_OPERATORS = {
-    "residual": lambda F, x: F.npx.relu(x) + x,
-    "gate": lambda F, x: F.npx.sigmoid(F.np.mean(x, axis=(2, 3), keepdims=True)) * x,
-}
-
-
-@needs_onnx
-@pytest.mark.parametrize("name", ONNX_OPERATORS)
-def test_onnx_operators(name, tmp_path, capsys):
-    with numpy_arrays():
-        net = OneOperator(ONNX_OPERATORS[name])
-        net.initialize()
-        made = sbn.export(net, tmp_path / "m", onnx=tmp_path / "m.onnx", input_shape=(2, 3, 4, 5))
-    assert made.onnx_error <= ONNX and capsys.readouterr().out == ""
-
-
 def test_commands(tmp_path, capsys):
     """MXNet has two formats of parameters: one loads only with NumPy arrays enabled, the other only
     without. Commands write the format that they read."""
