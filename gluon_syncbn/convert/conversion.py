@@ -42,7 +42,7 @@ def convert_sync_batchnorm(
 
     ``nn.BatchNorm``, ``nn.BatchNormReLU``, the contrib ``SyncBatchNorm`` and subclasses that only
     set arguments become :class:`SyncBatchNorm` or :class:`SyncBatchNormReLU`, wherever they are in
-    the net: children, attributes, lists, tuples and dicts of blocks, and the graph of a
+    the net: children, attributes, lists, tuples, sets and dicts of blocks, and the graph of a
     SymbolBlock, such as an imported file or the features of gluoncv's SSD and FPN detectors.
 
     A layer stays the same object and changes its class. It keeps its Parameter objects (with

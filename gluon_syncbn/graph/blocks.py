@@ -16,7 +16,7 @@ def walk(net):
     seen = set()
 
     def visit(path, value):
-        if id(value) in seen or not isinstance(value, (Block, list, tuple, dict)):
+        if id(value) in seen or not isinstance(value, (Block, list, tuple, set, frozenset, dict)):
             return
         seen.add(id(value))
         if isinstance(value, Block):
@@ -28,8 +28,15 @@ def walk(net):
                 if name != "_children":
                     yield from visit(f"{dot}{name}", held)
             return
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, held in list(items):
+        if isinstance(value, dict):
+            items = list(value.items())
+        elif isinstance(value, (list, tuple)):
+            items = list(enumerate(value))
+        else:
+            # All processes need one order, as it decides the layers' ids.
+            blocks = [element for element in value if isinstance(element, Block)]
+            items = list(enumerate(sorted(blocks, key=lambda block: block.prefix)))
+        for key, held in items:
             yield from visit(f"{path}[{key!r}]", held)
 
     yield from visit("", net)

@@ -263,9 +263,17 @@ class SyncBatchNorm(nn.BatchNorm):
 
     @property
     def group(self):
-        """The SyncGroup of the layer: its own, or the default one. `convert_sync_batchnorm` gives
-        the layers of a net that is built another one."""
+        """The SyncGroup of the layer: its own, or the default one."""
         return self._layer.group
+
+    @group.setter
+    def group(self, group):
+        raise AttributeError(
+            f"{type(self).__name__}.group cannot be set, to {group!r}: give the group to "
+            "SyncBatchNorm(group=...), to gluon_syncbn.convert_sync_batchnorm(net, group=...) for "
+            "the layers of a net that is built, or to gluon_syncbn.set_default_group for all that "
+            "have none of their own."
+        )
 
     def _settings(self):
         stock = self._kwargs

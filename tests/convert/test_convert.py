@@ -72,6 +72,7 @@ class Holder(gluon.Block):
             self.in_list = [nn.BatchNorm(), [nn.BatchNorm()]]
             self.in_tuple = ("text", nn.BatchNorm(), 3)
             self.in_dict = {"a": nn.BatchNorm(), 4: {"b": (nn.BatchNorm(),)}}
+            self.in_set = {nn.BatchNorm() for _ in range(3)}
             self.deep = [nn.Sequential()]
             self.deep[0].add(nn.Dense(2), nn.BatchNorm())
             self.twice = self.attribute
@@ -92,15 +93,19 @@ def test_layers_outside_of_the_children():
         "in_tuple[1]",
         "in_dict['a']",
         "in_dict[4]['b'][0]",
+        *(f"in_set[{i}]" for i in range(3)),
         "deep[0].1",
     ]
     assert not report.refused and not report.already
     assert net.twice is net.attribute and net.shared.gamma is net.attribute.gamma
+    # Every process needs the same order.
+    names = [entry.name for entry in report.replaced if "set" in entry.path]
+    assert names == sorted(names)
     held = [net.attribute, net.in_list[1][0], net.in_tuple[1], net.in_dict[4]["b"][0]]
     held.append(net.deep[0][1])
-    assert {type(layer) for layer in held} == {sbn.SyncBatchNorm}
+    assert {type(layer) for layer in [*held, *net.in_set]} == {sbn.SyncBatchNorm}
     revert_sync_batchnorm(net)
-    assert {type(layer) for layer in held} == {nn.BatchNorm}
+    assert {type(layer) for layer in [*held, *net.in_set]} == {nn.BatchNorm}
 
 
 @pytest.mark.parametrize("of_graph", [False, True])

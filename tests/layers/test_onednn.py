@@ -1,6 +1,8 @@
 """The layer between convolutions on the CPU, whose oneDNN temporaries MXNet frees while
 asynchronous operators still use them."""
 
+import json
+
 import gluon_syncbn as sbn
 import mxnet as mx
 import numpy as np
@@ -63,6 +65,18 @@ def test_fifty_steps_have_equal_bits_in_every_mode(devices):
             first = first or step
             for index, (value, expected) in enumerate(zip(step, first)):
                 assert_same_bits(value, expected, f"{mode}, step {number}, array {index}")
+
+
+def test_layout_copies_are_in_the_graph_only_on_the_cpu(monkeypatch):
+    layer = sbn.SyncBatchNorm(in_channels=3)
+    layer.initialize(ctx=contexts(2))
+
+    def operators():
+        return [node["op"] for node in json.loads(layer(mx.sym.var("x")).tojson())["nodes"]]
+
+    assert operators().count("SwapAxis") == 2
+    monkeypatch.setattr(layer._layer, "contexts", lambda: [mx.gpu(0)])
+    assert "SwapAxis" not in operators() and "Custom" in operators()
 
 
 @pytest.mark.parametrize("training", [True, False])
