@@ -118,7 +118,7 @@ def read_graph(block, operators):
     users = graph.users()
     # The same layers each time, as SyncedLayer.of tells.
     layers = _layers_of.setdefault(block, {})
-    found, refused = [], []
+    found, refused, first = [], [], {}
     for number, node in enumerate(graph.nodes()):
         why = why_not(graph, node, users, operators)
         if not why and node.operator not in operators:
@@ -136,9 +136,12 @@ def read_graph(block, operators):
             continue
         settings = settings_of(node)
         parameters = tuple(block.params[name] for name in names)
-        # What is fused into a node, and whether it is frozen, is no matter of its layer.
+        # What is fused into a node is no matter of its layer.
         lasting = settings._replace(activation=None, slope=0.0, use_global_stats=False)
         key = node.operator, parameters, lasting
+        # `freeze` changes all nodes of a graph, so those that differ need a second layer.
+        frozen = settings.use_global_stats
+        key = (*key, frozen == first.setdefault(key, frozen))
         if key not in layers:
             kind = nn.BatchNormReLU if operators[node.operator] else nn.BatchNorm
             stem = node.name[: -len("_fwd")] if node.name.endswith("_fwd") else node.name
