@@ -123,7 +123,7 @@ SBN_EXPORT int gluon_syncbn_register(void* const* api, const char* process_uuid,
 SBN_EXPORT void gluon_syncbn_after_fork() {
   abandon_thread_pool();
   abandon_cuda_memory();
-  globals.rendezvous->after_fork();
+  globals.rendezvous->recover();
 }
 
 // See LayerConfig.

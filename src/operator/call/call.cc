@@ -301,8 +301,7 @@ ForwardTask Call::forward_task(const Arrays& arrays, const int* requests, const 
     const bool exists = i != kNumBatches || attributes_.running.cumulative;
     if (exists) task.running[i] = arrays.data(running_arrays_ + i);
   }
-  // A process that has run out of data repeats its last batch.
-  task.updates = globals.rendezvous->has_data(is_shared() ? layer_ : nullptr);
+  task.updates = globals.rendezvous->moves_running_statistics(is_shared() ? layer_ : nullptr);
   task.rule = attributes_.running;
   task.mean = result(arrays, outputs_ + kMean, requests[kMean]);
   task.inv_std = result(arrays, outputs_ + kInvStd, requests[kInvStd]);

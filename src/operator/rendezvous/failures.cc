@@ -5,10 +5,9 @@
 // Each call that ends with the failure reports it to MXNet. So MXNet skips what depends on its
 // zeros, in backward and in the Trainer too.
 #include <algorithm>
-#include <utility>
 
+#include "processes/text.h"
 #include "rendezvous/rendezvous.h"
-#include "rendezvous/state.h"
 #include "threads/waits.h"
 
 namespace gluon_syncbn {
@@ -16,7 +15,7 @@ namespace {
 
 // A device that waits for a call which is never made must have waited so long before Python goes on
 // without it: it may just have arrived, with the others on their way.
-constexpr Seconds kSettled{0.05};
+constexpr double kSettledSeconds = 0.05;
 
 std::string skipped(const std::string& device) {
   return "An earlier operation on " + device +
@@ -26,115 +25,92 @@ std::string skipped(const std::string& device) {
 
 }  // namespace
 
-void State::stop(const std::string& text) {
-  step.fail(text);
-  has_failed = step.has_failed();
+void Rendezvous::stop(const std::string& text) {
+  step_.fail(text);
+  has_failed_ = step_.has_failed();
   for (const LayerPtr& layer : all()) {
-    layer->end_meetings(step.why());
-    layer->messages.end_waits(step.why());
+    layer->end_meetings(step_.why());
+    layer->messages.end_waits(step_.why());
   }
   note_event();
 }
 
-void State::note_event() {
-  ++events;
-  quiet_looks = 0;
-  changed.notify_all();
-}
-
-void State::fail(const std::string& text) {
+void Rendezvous::stop_and_throw(const std::string& text) {
   stop(text);
-  throw Error(step.why());
+  throw Error(step_.why());
 }
 
-void State::fail_without(const Layer& layer, const Layer::Key& key, const Meeting& meeting,
-                         const std::string& why) {
-  stop(layer.title(key) + ": " + layer.arrivals_text(meeting) + where_missing_wait(layer, meeting) +
-       "\n" + why);
+void Rendezvous::stop_without(const Waiting& waiting, const std::string& why) {
+  const auto& [layer, key, meeting, device] = waiting;
+  stop(layer->title(key) + ": " + layer->arrivals_text(*meeting) +
+       where_missing_wait(*layer, *meeting) + "\n" + why);
 }
 
-template <typename IsAbsent>
-std::optional<State::Waiting> State::waits_for(const std::set<int64_t>& layers,
-                                               const IsAbsent& is_absent) const {
+void Rendezvous::note_event() {
+  ++events_;
+  quiet_looks_ = 0;
+  changed_.notify_all();
+}
+
+std::optional<Rendezvous::Waiting> Rendezvous::waits_for(const std::set<int64_t>& layers,
+                                                         const IsAbsent& is_absent) const {
   for (const LayerPtr& layer : all()) {
     if (!layers.count(layer->id)) continue;
     for (const auto& [key, meeting] : layer->meetings) {
       std::set<std::string> absent;
       for (const std::string& device : layer->missing(*meeting)) {
-        if (is_absent(*layer, device)) absent.insert(device);
+        if (is_absent(*layer, key, device)) absent.insert(device);
       }
-      if (!layer->lacks(*meeting, absent).empty()) return Waiting{layer, key, meeting};
+      const std::string device = layer->lacks(*meeting, absent);
+      if (!device.empty()) return Waiting{layer, key, meeting, device};
     }
   }
   return std::nullopt;
 }
 
-void State::end_without_backward(const Layer& layer) {
-  for (const auto& [key, meeting] : layer.meetings) {
-    if (key.direction != Direction::kBackward) continue;
-    std::set<std::string> gone;
-    for (const std::string& device : layer.missing(*meeting)) {
-      if (!calls.may_go_backward({layer.id, device}, key.node, key.sequence)) gone.insert(device);
-    }
-    const std::string device = layer.lacks(*meeting, gone);
-    if (!device.empty()) return fail_without(layer, key, *meeting, gone_text(device));
-  }
+void Rendezvous::stop_without_backward(const Layer& layer) {
+  const auto has_gone = [&](const Layer&, const Layer::Key& key, const std::string& device) {
+    return key.direction == Direction::kBackward &&
+           !calls_.may_go_backward({layer.id, device}, key.node, key.sequence);
+  };
+  const auto in = waits_for({layer.id}, has_gone);
+  if (in) stop_without(*in, gone_text(in->lacks));
 }
 
-std::string State::stuck() const {
-  std::set<std::string> waiting;
-  for (const LayerPtr& layer : all()) {
-    for (const auto& entry : layer->meetings) {
-      for (const Meeting::Arrival& arrival : entry.second->arrivals) waiting.insert(arrival.device);
-    }
-  }
-  std::string queued;
-  for (const LayerPtr& layer : all()) {
-    for (const auto& entry : layer->meetings) {
-      const std::vector<std::string> missing = layer->missing(*entry.second);
-      if (missing.empty()) return "";
-      for (const std::string& device : missing) {
-        const Calls::Standing is = calls.standing({layer->id, device}, entry.second->opened);
-        if (is != Calls::Standing::kQueued) return "";
-        if (waiting.count(device)) continue;
-        if (!is_cpu(device)) return "";
-        queued = device;
+std::string Rendezvous::where_missing_wait(const Layer& layer, const Meeting& meeting) const {
+  for (const LayerPtr& other : all()) {
+    for (const auto& [key, waiting] : other->meetings) {
+      const std::vector<std::string> awaited = other->missing(*waiting);
+      if (waiting.get() == &meeting || awaited.empty()) continue;
+      for (const std::string& device : layer.missing(meeting)) {
+        if (!waiting->has(device)) continue;
+        return " " + device + " waits for " + comma_separated(awaited) + " in " +
+               other->title(key) + ".";
       }
     }
   }
-  if (queued.empty()) {
-    return "All devices wait for each other, in different calls: they call layers in different "
-           "orders; or the losses of several devices were added up on one of them, and MXNet fuses "
-           "what waits for one device with what another needs: give autograd.backward the list of "
-           "the losses; or " +
-           workspaces_text();
-  }
-  return queued + " has been called, and MXNet cannot run the call, as " + workspaces_text();
+  return "";
 }
 
 void Rendezvous::fail(const LayerPtr& layer, const std::string& text) {
   {
-    const State::Lock lock(state_->mutex);
-    state_->stop(text);
+    const Lock lock(mutex_);
+    stop(text);
   }
-  if (layer) state_->observer.failed(layer->id, text);
-}
-
-void Rendezvous::reported(const LayerPtr& layer, const std::string& device) const {
-  state_->observer.reports(layer->id, device);
+  if (layer) observer_.failed(layer->id, text);
 }
 
 void Rendezvous::check_step() const {
-  const State::Lock lock(state_->mutex);
-  if (!state_->step.runs()) throw Error(state_->step.why());
+  const Lock lock(mutex_);
+  if (!step_.runs()) throw Error(step_.why());
 }
 
 void Rendezvous::recover() {
-  const State::Lock lock(state_->mutex);
-  state_->step.recover();
-  state_->calls.forget();
-  state_->has_failed = state_->step.has_failed();
-  for (const LayerPtr& layer : state_->all()) {
+  const Lock lock(mutex_);
+  step_.recover();
+  calls_.forget();
+  has_failed_ = step_.has_failed();
+  for (const LayerPtr& layer : all()) {
     layer->align_calls();
     layer->messages.resume();
     if (!layer->config.spans_processes) continue;
@@ -144,91 +120,85 @@ void Rendezvous::recover() {
   }
 }
 
-void Rendezvous::after_fork() { recover(); }
-
 void Rendezvous::close(const std::string& reason) {
-  const State::Lock lock(state_->mutex);
+  const Lock lock(mutex_);
   std::string text = reason;
-  for (const LayerPtr& layer : state_->all()) {
+  for (const LayerPtr& layer : all()) {
     if (layer->meetings.empty()) continue;
     const auto& [key, meeting] = *layer->meetings.begin();
     text = "The process ended before " + layer->title(key) + " was complete. " +
            layer->arrivals_text(*meeting);
   }
-  state_->stop(text);
-  state_->step.end(text);
-  state_->has_failed = false;
+  stop(text);
+  step_.end(text);
+  has_failed_ = false;
 }
 
 std::string Rendezvous::failure() const {
-  const State::Lock lock(state_->mutex);
-  return state_->step.has_failed() ? state_->step.why() : "";
+  const Lock lock(mutex_);
+  return step_.has_failed() ? step_.why() : "";
 }
 
-const std::atomic<int>& Rendezvous::has_failed() const { return state_->has_failed; }
-
 Calls::Ticket Rendezvous::ask(int64_t layer, const std::string& device, Calls::Of what) {
-  const State::Lock lock(state_->mutex);
-  return state_->calls.ask({layer, device}, what);
+  const Lock lock(mutex_);
+  return calls_.ask({layer, device}, what);
 }
 
 void Rendezvous::answer(Calls::Ticket ticket, bool is_skipped) {
-  const State::Lock lock(state_->mutex);
-  const auto place = state_->calls.answer(ticket);
-  state_->note_event();
-  if (!place) return;
-  const auto& [id, device] = *place;
-  const LayerPtr layer = state_->find(id);
-  if (!is_skipped || !layer || !state_->step.runs()) return;
-  if (!layer->config.spans_processes && layer->config.meeting_size() < 2) return;
-  const auto is_absent = [absent = device](const Layer&, const std::string& missing) {
-    return missing == absent;
+  const Lock lock(mutex_);
+  const auto place = calls_.answer(ticket);
+  note_event();
+  if (!place || !is_skipped || !step_.runs()) return;
+  const LayerPtr layer = find_locked(place->first);
+  if (!layer || !layer->meets()) return;
+  const auto is_skipped_one = [&](const Layer&, const Layer::Key&, const std::string& missing) {
+    return missing == place->second;
   };
-  if (const auto in = state_->waits_for({id}, is_absent)) {
-    state_->fail_without(*in->layer, in->key, *in->meeting, skipped(device));
+  const std::string why = skipped(place->second);
+  if (const auto in = waits_for({layer->id}, is_skipped_one)) {
+    stop_without(*in, why);
   } else {
-    state_->stop("SyncBatchNorm '" + layer->config.name + "': " + skipped(device));
+    stop("SyncBatchNorm '" + layer->config.name + "': " + why);
   }
 }
 
 Calls::Ticket Rendezvous::next_ticket() const {
-  const State::Lock lock(state_->mutex);
-  return state_->calls.next();
+  const Lock lock(mutex_);
+  return calls_.next();
 }
 
 void Rendezvous::settle(const std::set<int64_t>& layers, Calls::Ticket from,
                         const std::string& why) {
-  State::Lock lock(state_->mutex);
-  const Calls::Ticket to = state_->calls.next();
+  Lock lock(mutex_);
+  const Calls::Ticket to = calls_.next();
   double timeout = 0;
-  for (const int64_t id : layers) {
-    const LayerPtr layer = state_->find(id);
-    if (layer) timeout = std::max(timeout, layer->config.timeout_seconds);
+  for (const LayerPtr& layer : all()) {
+    if (layers.count(layer->id)) timeout = std::max(timeout, layer->config.timeout_seconds);
   }
   Patience patience(timeout);
   const Interruption interruption;
-  const auto is_not_made = [&](const Layer& layer, const std::string& device) {
-    return state_->calls.standing({layer.id, device}, from) == Calls::Standing::kNotMade;
+  const auto is_not_made = [&](const Layer& layer, const Layer::Key&, const std::string& device) {
+    return calls_.standing({layer.id, device}, from) == Calls::Standing::kNotMade;
   };
   bool is_quiet = false;
-  while (state_->step.runs() && !patience.is_over() && !abandoned) {
-    const auto in = state_->waits_for(layers, is_not_made);
-    if (state_->calls.have_ended(layers, from, to) || (in && is_quiet)) {
-      if (in && !why.empty()) state_->fail_without(*in->layer, in->key, *in->meeting, why);
+  while (step_.runs() && !patience.is_over() && !abandoned) {
+    const auto in = waits_for(layers, is_not_made);
+    if (calls_.have_ended(layers, from, to) || (in && is_quiet)) {
+      if (in && !why.empty()) stop_without(*in, why);
       return;
     }
-    const int64_t events = state_->events;
-    const Waited waited = wait_until(&lock, &state_->changed, kSettled.count(), interruption,
-                                     [&] { return events != state_->events; });
-    if (waited == Waited::kInterrupted) state_->stop("Interrupted.");
+    const int64_t events = events_;
+    const Waited waited = wait_until(&lock, &changed_, kSettledSeconds, interruption,
+                                     [&] { return events != events_; });
+    if (waited == Waited::kInterrupted) stop("Interrupted.");
     is_quiet = waited == Waited::kTimeIsUp;
   }
 }
 
 void Rendezvous::drop(const LayerPtr& layer, const CallId& id, const std::string& device) {
-  const State::Lock lock(state_->mutex);
-  state_->calls.drop({layer->id, device}, id.node, id.sequence);
-  state_->end_without_backward(*layer);
+  const Lock lock(mutex_);
+  calls_.drop({layer->id, device}, id.node, id.sequence);
+  stop_without_backward(*layer);
 }
 
 }  // namespace gluon_syncbn

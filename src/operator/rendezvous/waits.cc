@@ -9,12 +9,17 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <set>
+#include <string>
 #include <utility>
 
-#include "rendezvous/state.h"
+#include "processes/text.h"
+#include "rendezvous/rendezvous.h"
 
 namespace gluon_syncbn {
 namespace {
+
+using Seconds = Patience::Seconds;
 
 constexpr Seconds kGraceAfterInterrupt{0.5};
 // The longest time between two looks at the calls that are missing.
@@ -27,8 +32,6 @@ constexpr Seconds kAwake{0.0003};
 // So many looks, a second after each other, find a process in which nothing runs.
 constexpr int kQuietLooks = 5;
 constexpr Seconds kBetweenLooks{0.9};
-
-int this_thread() { return static_cast<int>(syscall(SYS_gettid)); }
 
 // Whether a thread of this process other than these runs, is ready to run, or waits for a disk. Yes
 // if that cannot be seen.
@@ -47,31 +50,27 @@ bool another_runs(const std::multiset<int>& these) {
   return static_cast<bool>(error);
 }
 
+// The thread that waits, in the list of these, while it does.
+class Listed {
+ public:
+  explicit Listed(std::multiset<int>* threads)
+      : threads_(threads), self_(threads->insert(static_cast<int>(syscall(SYS_gettid)))) {}
+  Listed(const Listed&) = delete;
+  Listed& operator=(const Listed&) = delete;
+  ~Listed() { threads_->erase(self_); }
+
+ private:
+  std::multiset<int>* const threads_;
+  const std::multiset<int>::const_iterator self_;
+};
+
 }  // namespace
 
-void State::look_around(Lock* lock) {
-  const Clock::time_point now = Clock::now();
-  if (now - last_look < kBetweenLooks) return;
-  last_look = now;
-  const std::multiset<int> these = threads;
-  lock->unlock();
-  const bool is_quiet = !another_runs(these) && !observer.may_run();
-  lock->lock();
-  calls.look();
-  quiet_looks = is_quiet ? quiet_looks + 1 : 0;
-}
-
 // The lock is held, except while an observer is called.
-void State::wait(Lock* lock, const Layer& layer, const Layer::Key& key, Meeting* meeting,
-                 const std::string& device) {
+void Rendezvous::wait(Lock* lock, const Layer& layer, const Layer::Key& key, Meeting* meeting,
+                      const std::string& device) {
   Patience patience(layer.config.timeout_seconds);
   const Interruption interruption;
-  const Seconds silence = std::min(patience.first(), kLongestSilence);
-  Seconds waited{0}, since_interrupt{0}, next_probe{0};
-  const auto may_leave = [&] { return !meeting->over && !meeting->is_combining; };
-  const auto message = [&] {
-    return layer.waits_text(key, *meeting, device, waited) + where_missing_wait(layer, *meeting);
-  };
   const auto is_over = [&] { return meeting->over.load(); };
   // GPUs take longer than that.
   if (is_cpu(device)) {
@@ -80,42 +79,87 @@ void State::wait(Lock* lock, const Layer& layer, const Layer::Key& key, Meeting*
     lock->lock();
   }
   if (meeting->over) return;
-  const auto thread = threads.insert(this_thread());
-  struct Erase {
-    std::multiset<int>* threads;
-    std::multiset<int>::const_iterator thread;
-    ~Erase() { threads->erase(thread); }
-  } const erase{&threads, thread};
+  const Listed listed(&threads_);
+  const Seconds silence = std::min(patience.first(), kLongestSilence);
+  Seconds waited{0}, since_interrupt{0}, next_probe{0};
+  const auto message = [&] {
+    return layer.title(key) + ": " + device + " has waited " + seconds_text(waited) +
+           " for the other devices.\n" + layer.arrivals_text(*meeting) +
+           where_missing_wait(layer, *meeting);
+  };
   while (!meeting->over) {
-    const double slice = patience.slice(kSlice).count();
-    const Waited ended = wait_until(lock, &meeting->changed, slice, interruption, is_over);
+    const Seconds slice = patience.slice(kSlice);
+    meeting->changed.wait_for(*lock, slice, is_over);
     waited = patience.waited();
-    if (ended == Waited::kInterrupted) since_interrupt += Seconds(slice);
-    if (!may_leave()) continue;
-    if (patience.is_over()) fail(message() + layer.causes(key, *meeting, calls));
-    if (quiet_looks >= kQuietLooks) {
+    if (interruption.what() == Waited::kInterrupted) since_interrupt += slice;
+    if (meeting->over || meeting->is_combining) continue;
+    if (patience.is_over()) stop_and_throw(message() + layer.causes(key, *meeting, calls_));
+    if (quiet_looks_ >= kQuietLooks) {
       const std::string why = stuck();
-      if (!why.empty()) fail(message() + "\n" + why);
+      if (!why.empty()) stop_and_throw(message() + "\n" + why);
     }
-    if (since_interrupt > kGraceAfterInterrupt) fail(message() + "\nInterrupted.");
+    if (since_interrupt > kGraceAfterInterrupt) stop_and_throw(message() + "\nInterrupted.");
     if (waited > silence && !std::exchange(meeting->has_warned, true)) {
       const std::string text = message() + "\nAfter " + seconds_text(patience.timeout()) +
-                               " this is an error." + layer.causes(key, *meeting, calls);
+                               " this is an error." + layer.causes(key, *meeting, calls_);
       lock->unlock();
-      observer.warn(text);
+      warn(text);
       lock->lock();
     }
     if (waited > next_probe) {
       look_around(lock);
       next_probe = std::min(2 * waited, waited + kLongestProbe);
       for (const std::string& missing : layer.missing(*meeting)) {
-        if (calls.has_open({layer.id, missing})) continue;
+        if (calls_.has_open({layer.id, missing})) continue;
         lock->unlock();
-        observer.waits(layer.id, missing);
+        observer_.waits(layer.id, missing);
         lock->lock();
       }
     }
   }
+}
+
+void Rendezvous::look_around(Lock* lock) {
+  const Clock::time_point now = Clock::now();
+  if (now - last_look_ < kBetweenLooks) return;
+  last_look_ = now;
+  const std::multiset<int> these = threads_;
+  lock->unlock();
+  const bool is_quiet = !another_runs(these) && !observer_.may_run();
+  lock->lock();
+  calls_.look();
+  quiet_looks_ = is_quiet ? quiet_looks_ + 1 : 0;
+}
+
+std::string Rendezvous::stuck() const {
+  std::set<std::string> waiting;
+  for (const LayerPtr& layer : all()) {
+    for (const auto& entry : layer->meetings) {
+      for (const Meeting::Arrival& arrival : entry.second->arrivals) waiting.insert(arrival.device);
+    }
+  }
+  std::string queued;
+  for (const LayerPtr& layer : all()) {
+    for (const auto& entry : layer->meetings) {
+      const std::vector<std::string> missing = layer->missing(*entry.second);
+      if (missing.empty()) return "";
+      for (const std::string& device : missing) {
+        const Calls::Standing is = calls_.standing({layer->id, device}, entry.second->opened);
+        if (is != Calls::Standing::kQueued) return "";
+        if (waiting.count(device)) continue;
+        if (!is_cpu(device)) return "";
+        queued = device;
+      }
+    }
+  }
+  if (queued.empty()) {
+    return "All devices wait for each other, in different calls: they call layers in different "
+           "orders; or the losses of several devices were added up on one of them, and MXNet fuses "
+           "what waits for one device with what another needs: give autograd.backward the list of "
+           "the losses; or " +
+           workspaces_text();
+  }
+  return queued + " has been called, and MXNet cannot run the call, as " + workspaces_text();
 }
 
 }  // namespace gluon_syncbn

@@ -3,6 +3,7 @@
 #define GLUON_SYNCBN_TESTS_RENDEZVOUS_FIXTURE_H_
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -53,13 +54,6 @@ inline LayerConfig config_of_two_processes(std::vector<std::string> devices,
   return config;
 }
 
-// A layer in which any `count` of the devices take part.
-inline LayerConfig config_of_any(size_t count, std::vector<std::string> devices) {
-  LayerConfig config = config_of(std::move(devices));
-  config.num_devices = count;
-  return config;
-}
-
 // The contribution of a device: different values in each call, for which a plain sum would depend
 // on the order.
 inline Sums contribution(size_t device, int64_t call, size_t channels) {
@@ -90,8 +84,6 @@ inline PassSums on_host(const Sums& sums, double count) {
 inline bool same_bits(const Sums& a, const Sums& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
 }
-
-class Background;
 
 // One layer, and what is reported to its observer.
 struct Fixture {
@@ -131,18 +123,6 @@ struct Fixture {
 
   void call(const std::string& device) { reduce(next(device), device); }
 
-  // A backward call of a device in the background.
-  std::unique_ptr<Background> backward(const CallId& id, const std::string& device);
-
-  // Pushes a probe behind the calls of a device.
-  Calls::Ticket ask(const std::string& device) {
-    return rendezvous.ask(kLayer, device, Calls::Of::kAll);
-  }
-  // One that ends at once.
-  void answer(const std::string& device, bool is_skipped) {
-    rendezvous.answer(ask(device), is_skipped);
-  }
-
   void wait_until_waiting(int calls) {
     while (rendezvous.waiting() != calls) sleep(0.001);
   }
@@ -160,6 +140,7 @@ class Background {
             error_ = error.what();
           }
           seconds_ = seconds_since(start_);
+          has_ended_ = true;
         }) {}
   Background(Fixture* fixture, const std::string& device)
       : Background([=] { fixture->call(device); }) {}
@@ -169,6 +150,7 @@ class Background {
     if (thread_.joinable()) thread_.join();
     return error_;
   }
+  bool has_ended() const { return has_ended_; }
   double seconds() {
     error();
     return seconds_;
@@ -178,24 +160,13 @@ class Background {
  private:
   std::string error_;
   double seconds_ = 0;
+  std::atomic<bool> has_ended_{false};
   Clock::time_point start_;
   std::thread thread_;
 };
 
-inline std::unique_ptr<Background> Fixture::backward(const CallId& id, const std::string& device) {
-  return std::make_unique<Background>([=] { reduce(id, device, Direction::kBackward); });
-}
-
 inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != text.npos;
-}
-
-// Checks that the devices synchronize.
-inline void check_synchronizes(Fixture* fixture, const std::vector<std::string>& devices) {
-  std::vector<std::unique_ptr<Background>> calls;
-  for (const std::string& device : devices) calls.emplace_back(new Background(fixture, device));
-  for (const auto& call : calls) CHECK_EQ(call->error(), "");
-  CHECK_EQ(fixture->rendezvous.waiting(), 0);
 }
 
 // Writes the values of all processes, by rank, or returns an error.

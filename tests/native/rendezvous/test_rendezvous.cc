@@ -1,6 +1,9 @@
-#include <unistd.h>
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
 
 #include "rendezvous/rendezvous_fixture.h"
+#include "threads/waits.h"
 
 namespace gluon_syncbn {
 namespace {
@@ -58,60 +61,108 @@ TEST(calls_are_in_progress_concurrently) {
   }
 }
 
-TEST(devices_may_change) {
-  Fixture f(config_of(cpus(2)));
-  check_synchronizes(&f, cpus(2));
-  // With the same devices, the step continues.
-  const CallId kept = f.next("cpu(0)");
-  f.configure(config_of(cpus(2), kLong + 1));
-  {
-    Background first([&] { f.reduce(kept, "cpu(0)"); }), second(&f, "cpu(1)");
-    CHECK_EQ(first.error() + second.error(), "");
-  }
-  const CallId stale = f.next("cpu(0)");
-  const LayerPtr layer = f.layer;
-  f.configure(config_of({"cpu(2)", "cpu(0)", "cpu(1)"}));
-  CHECK(f.layer == layer);
-  CHECK_THROWS(Error, f.reduce(stale, "cpu(0)", Direction::kBackward), "before its devices changed",
-               "they are cpu(2), cpu(0), cpu(1)");
-  f.rendezvous.recover();
-  for (int i = 0; i < 10; ++i) check_synchronizes(&f, cpus(3));
-  f.configure(config_of({"cpu(2)"}));
-  check_synchronizes(&f, {"cpu(2)"});
-  CHECK_THROWS(Error, f.call("cpu(0)"), "its devices are 1 (cpu(2))");
-  f.rendezvous.recover();
-
-  f.configure(config_of(cpus(2)));
-  Background waits(&f, "cpu(0)");
-  f.wait_until_waiting(1);
-  f.configure(config_of(cpus(3)));
-  CHECK(contains(waits.error(), "were changed from cpu(0), cpu(1) to cpu(0), cpu(1), cpu(2)"));
-  CHECK(waits.seconds() < kSoon);
-  CHECK_EQ(f.rendezvous.failure(), waits.error());
-  f.rendezvous.recover();
-  check_synchronizes(&f, cpus(3));
+TEST(too_few_workspaces_are_a_cause_also_where_their_number_is_set) {
+  const auto error = [](const char* set) {
+    set ? setenv("MXNET_CPU_TEMP_COPY", set, 1) : unsetenv("MXNET_CPU_TEMP_COPY");
+    Fixture f(config_of(cpus(2), 0.1));
+    return Background(&f, "cpu(1)").error();
+  };
+  CHECK(contains(error(nullptr), "one of the 4 workspaces of this thread"));
+  CHECK(contains(error("64"), "one of the 64 workspaces of this thread"));
 }
 
-TEST(calls_outlive_the_registration) {
-  Fixture f(config_of(cpus(2)));
-  {
-    const LayerPtr held = f.layer;
-    f.layer = nullptr;
-    const CallId id = f.rendezvous.next_call(held, "cpu(0)");
-    const CallId other_id = f.rendezvous.next_call(held, "cpu(1)");
-    const auto reduce = [&](const CallId& call, const std::string& device) {
-      const PassSums own = on_host(Sums(1), 1);
-      CHECK_EQ(f.rendezvous.reduce(held, call, Direction::kForward, device, "float32", own).count,
-               2);
-    };
-    Background waits([&] { reduce(id, "cpu(0)"); });
-    f.wait_until_waiting(1);
-    f.rendezvous.forget(f.kLayer);
-    reduce(other_id, "cpu(1)");
-    CHECK_EQ(waits.error(), "");
+// Also while the layer is being configured.
+TEST(errors_of_the_last_device_name_the_layer) {
+  const LayerConfig config = config_of_two_processes(cpus(1));
+  Fixture f(config);
+  Observer observer;
+  observer.open = [](const ProcessCall& call, int64_t, int64_t) -> RoutePtr {
+    throw std::runtime_error(call.title + ": no memory");
+  };
+  f.rendezvous.observe(observer);
+  std::atomic<bool> done{false};
+  std::thread other([&] {
+    while (!done) f.rendezvous.configure(f.kLayer, config);
+  });
+  for (int i = 0; i < 50; ++i) {
+    CHECK_THROWS(Error, f.call("cpu(0)"), "net0_norm7", "no memory");
+    f.rendezvous.recover();
   }
+  done = true;
+  other.join();
+}
+
+// The last device begins to work with what the others have brought while one that was interrupted
+// looks for devices that cannot arrive.
+TEST(an_interrupt_does_not_take_back_what_the_last_device_uses) {
+  Fixture f(config_of_two_processes(cpus(2)));
+  std::atomic<int> probes{0};
+  std::atomic<bool> sending{false}, is_there{true};
+  Observer observer;
+  // Long probes are made at every turn of a wait, and the sixth turn after an interrupt would end
+  // it.
+  observer.waits = [&](int64_t, const std::string&) {
+    if (++probes < 5) return sleep(1);
+    while (!sending) sleep(0.001);
+  };
+  std::vector<std::string> keys;
+  observer.open = opens(2, &keys, [&](const Doubles& message, Doubles* all) {
+    sending = true;
+    sleep(0.5);
+    CHECK(is_there);
+    *all = message;
+    all->insert(all->end(), message.begin(), message.end());
+    return std::string();
+  });
+  f.rendezvous.observe(observer);
+  Background first([&] {
+    try {
+      f.call("cpu(0)");
+    } catch (const Error&) {
+      is_there = false;
+      throw;
+    }
+  });
+  f.wait_until_waiting(1);
+  ++interrupts;
+  while (probes < 5) sleep(0.001);
+  f.call("cpu(1)");
+  CHECK_EQ(first.error(), "");
+}
+
+// The exchange of the last device may fail after the step has.
+TEST(the_first_failure_counts) {
+  Fixture f(config_of_two_processes(cpus(1)));
+  Observer observer;
+  observer.open = [&](const ProcessCall&, int64_t, int64_t) -> RoutePtr {
+    f.rendezvous.fail(nullptr, "first");
+    throw std::runtime_error("second");
+  };
+  f.rendezvous.observe(observer);
+  CHECK_EQ(Background(&f, "cpu(0)").error(), "first");
+}
+
+// The end of a script waits for devices that still arrive.
+TEST(a_probe_that_ends_is_no_arrival) {
+  Fixture f(config_of(cpus(2)));
+  CHECK_EQ(f.rendezvous.stuck_seconds(), 0);
+  Background waits(&f, "cpu(0)");
+  f.wait_until_waiting(1);
+  sleep(0.2);
+  f.rendezvous.answer(f.rendezvous.ask(f.kLayer, "cpu(1)", Calls::Of::kAll), false);
+  CHECK(f.rendezvous.stuck_seconds() > 0.19);
+  f.call("cpu(1)");
+  CHECK_EQ(waits.error(), "");
+  CHECK_EQ(f.rendezvous.stuck_seconds(), 0);
+}
+
+TEST(a_layer_that_was_forgotten_begins_again) {
+  Fixture f(config_of(cpus(2)));
+  CHECK_EQ(f.next("cpu(0)").sequence, 0);
+  CHECK_EQ(f.next("cpu(0)").sequence, 1);
+  f.layer = nullptr;
+  f.rendezvous.forget(f.kLayer);
   CHECK(f.rendezvous.find(f.kLayer) == nullptr);
-  // The sequence starts again.
   f.configure(config_of(cpus(2)));
   CHECK_EQ(f.next("cpu(0)").sequence, 0);
 }
