@@ -337,3 +337,40 @@ def test_a_thread_for_each_context(mode):
         for more in ({}, {"MXNET_CPU_TEMP_COPY": "512"})
     ]
     assert texts[0].startswith("[") and texts[0] == texts[1]
+
+
+FAILS_OFTEN = """
+import gluon_syncbn as sbn, mxnet as mx
+
+mean, variance = mx.sym.var("mean"), mx.sym.var("variance")
+chain = mean - mean
+for _ in range(300):
+    chain = mx.sym.add_n(chain, mean, variance)
+uses = mx.gluon.SymbolBlock(chain, [mean, variance])
+uses.hybridize(forward_bulk_size=0)
+for _ in range(400):
+    layer = sbn.SyncBatchNorm(in_channels=3, momentum=None)
+    layer.initialize()
+    layer.num_batches_tracked.cast("float16")
+    statistics = layer.running_mean.data(), layer.running_var.data()
+    mx.nd.waitall()
+    with mx.autograd.record():
+        y = layer(mx.nd.ones((4, 3)))
+    result = uses(*statistics)  # Pushes operations, while another thread finds the failure.
+    errors = []
+    for wait in (result.asnumpy, y.wait_to_read, mx.nd.waitall, mx.nd.waitall):
+        try:
+            value = wait()
+            assert errors or (value == 300).all(), value
+        except mx.MXNetError as error:
+            assert "num_batches_tracked is of dtype float16" in str(error), error
+            errors.append(error)
+    assert errors
+"""
+
+
+@pytest.mark.long
+def test_a_failure_while_running_statistics_are_in_use():
+    """It hangs nowhere, and what MXNet skips because of it has an error, too."""
+    done = programs.run(["-c", FAILS_OFTEN], seconds=100)
+    assert done.returncode == 0, done.stderr
