@@ -17,11 +17,10 @@ from .library import library as _library
 from .library import mxnet
 
 _MAX_SIZE = 1 << 14
-# What has called layers in training, in any thread: graphs, and layers by themselves. Nobody waits
-# while it holds this lock.
-_callers, _callers_lock = weakref.WeakSet(), threading.Lock()
-# {thread that has called layers in training: what has them}, and that of each thread.
-_training = weakref.WeakKeyDictionary()
+# What has called layers in training: graphs, and layers by themselves; and the threads that have.
+# Nobody waits while it holds this lock.
+_callers, _threads, _callers_lock = weakref.WeakSet(), weakref.WeakSet(), threading.Lock()
+# Those callers that each thread has called.
 _own = threading.local()
 _has_failed = ctypes.c_int.from_address(_library.gluon_syncbn_has_failed())
 _lock = threading.RLock()
@@ -48,10 +47,9 @@ def begin_training(caller=None):
         _has_trained = True
         called = _own.called = weakref.WeakSet()
         thread = threading.current_thread()
-        # Another thread may hold the lock until a custom operator, which this may be, has ended.
         if not layer.is_of_mxnet(thread):
-            with _lock:
-                _training[thread] = called
+            with _callers_lock:
+                _threads.add(thread)
     if caller is not None and caller not in called:
         called.add(caller)
         with _callers_lock:
@@ -134,8 +132,7 @@ def _recover():
     """Waits until nothing of the step is left, and forgets it."""
     global _raised, _last, _is_unheard
     _last = _raised or (mxnet.MXNetError(""), failure())
-    # What is still queued is skipped first, then its errors are cleared.
-    error_of(wait_all())
+    # It ends what is still queued, and then clears the errors of all arrays.
     error_of(wait_all())
     _library.gluon_syncbn_recover()
     _raised, _is_unheard = None, False
@@ -146,7 +143,7 @@ def after_fork():
     global _raised, _lock, _callers_lock, _own, _has_trained
     _raised, _own, _has_trained = None, threading.local(), False
     _lock, _callers_lock = threading.RLock(), threading.Lock()
-    _training.clear()
+    _threads.clear()
     _library.gluon_syncbn_after_fork()
 
 
@@ -154,8 +151,8 @@ def _may_recover():
     """Whether this thread alone can have calls under way."""
     if layer.spans_processes():
         return _is_unheard
-    with _lock:
-        living = {thread for thread in _training if thread.is_alive()}
+    with _callers_lock:
+        living = {thread for thread in _threads if thread.is_alive()}
     thread = threading.current_thread()
     return living <= {thread} and (bool(living) or thread is threading.main_thread())
 
