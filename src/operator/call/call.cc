@@ -105,11 +105,6 @@ int Call::run(Arrays* arrays, int written, int count, const int* requests, Direc
     text = error.what();
   } catch (const std::exception& error) {
     text = title() + ": " + error.what();
-    if (direction == Direction::kForward && has_met_) {
-      text +=
-          " Its running statistics are as before this step, and those of other devices may have "
-          "followed the batch: continue from the last checkpoint.";
-    }
     if (id_.meets) globals.rendezvous->fail(layer_, text);
   }
   // Under MXNet's naive engine arrays hold no errors: an exception goes straight up to the caller.
@@ -188,7 +183,6 @@ void Call::forward_pass(const Arrays& arrays, const int* requests, bool is_train
   // So that a backward after a failed forward finds none.
   channels_ = 0;
   kept_ = {};
-  has_met_ = false;
   id_ = {};
   from_batch_ = is_train && !attributes_.use_global_stats;
   if (is_shared()) {
@@ -257,7 +251,6 @@ void Call::synchronize(Direction direction, const Task& task) {
   const PassSums own = pass->sums();
   const PassSums all =
       globals.rendezvous->reduce(layer_, id_, direction, device_, name_of(dtype_), own);
-  has_met_ = true;
   if (is_forward) check_values(all.count);
   pass->finish(all);
 }

@@ -85,8 +85,6 @@ class Call {
   // gradients among those of backward.
   const int outputs_, running_arrays_, gradients_;
   bool from_batch_ = false;
-  // Whether a forward has met other devices, and they go on even if it fails.
-  bool has_met_ = false;
   // What a backward finds whose forward MXNet has skipped: a call that meets others, so that its
   // error fails the step.
   CallId id_{0, 0, nullptr, 0, true};
