@@ -85,27 +85,14 @@ inline bool same_bits(const Sums& a, const Sums& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0;
 }
 
-// One layer, and what is reported to its observer.
+// One layer.
 struct Fixture {
   static constexpr int64_t kLayer = 5;
 
   Rendezvous rendezvous;
   LayerPtr layer;
-  std::mutex mutex;
-  std::vector<std::string> failures;
 
-  explicit Fixture(LayerConfig config) {
-    Observer observer;
-    // Both call waiting(), which would deadlock if a lock were held.
-    observer.warn = [this](const std::string&) { rendezvous.waiting(); };
-    observer.failed = [this](int64_t, const std::string& text) {
-      const std::lock_guard<std::mutex> lock(mutex);
-      rendezvous.waiting();
-      failures.push_back(text);
-    };
-    rendezvous.observe(observer);
-    configure(std::move(config));
-  }
+  explicit Fixture(LayerConfig config) { configure(std::move(config)); }
 
   void configure(LayerConfig config) {
     rendezvous.configure(kLayer, std::move(config));
