@@ -49,12 +49,12 @@ ifeq ($(filter run-native run-ptx simgpu programs compile-sources,$(MAKECMDGOALS
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: test-gpu test-gpu-all gpu-check gpu-counts ptx-mutants cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons test-mxnets bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
+.PHONY: test-gpu test-gpu-all gpu-check gpu-counts cuda-report help environment horovod test-native test-python train detect compare test test-all chaos test-pythons test-mxnets bench bench-distributed lint format docs warnings sanitize compilers compile-sources wheel clean distclean run-native programs rebuild
 
 help: ## say what can be made
 	@echo 'make TARGET [ARGS="..."] [MXNET=cpu|cu112] [PYTHON=python3.13] [CXX=g++]'
 	@echo; echo 'To use it:'; $(call targets,train|detect|compare|environment|horovod|test|bench.*|wheel|clean|distclean|help)
-	@echo; echo 'To change it:'; $(call targets,test-.*|chaos|gpu-.*|cuda-.*|ptx-.*|lint|format|docs|warnings|compilers|sanitize)
+	@echo; echo 'To change it:'; $(call targets,test-.*|chaos|gpu-.*|cuda-.*|lint|format|docs|warnings|compilers|sanitize)
 targets = sed -nE 's/^($(1)):.*\#\# (.*)/  \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{printf "%-21s%s\n", $$1, $$2}'
 
 # For the command that a stopped run prints.
@@ -94,7 +94,7 @@ test-native: ## run the native tests, and where nvcc is the CUDA kernels on a si
 	$(build_native) run-native
 	$(build_native) run-ptx
 
-# tests/gpu/rules.mk says how, as for gpu-counts and ptx-mutants.
+# tests/gpu/rules.mk says how, as for gpu-counts.
 test-gpu: ## run tests on simulated GPUs, in MXNet for GPUs (a download of 499 MB, kept); 3 minutes
 test-gpu-all: ## the same, and other tests with simulated GPUs for their devices; 18 minutes
 
@@ -120,7 +120,6 @@ cuda-report: ## print registers of the CUDA kernels for all architectures; fails
 	@$(or $(PYTHON),python3) benchmarks/gpu/build.py $(ARGS)
 
 gpu-counts: ## print what the CUDA kernels ask of a GPU, counted on a simulator, and compare it; --write to update
-ptx-mutants: ## change one instruction of the CUDA kernels, or leave out one wait, and ask if the native tests see it; 15 minutes
 
 lint: $(ready)lint ## check style and formatting
 	@.venv/bin/ruff check .

@@ -70,11 +70,6 @@ gpu-counts:
 	$(build_native) $(simulated)/print_counts_$(PTX_ARCH)
 	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $(simulated)/print_counts_$(PTX_ARCH) $(nvcc) $(PTX_ARCH) $(ARGS)
 
-ptx-mutants:
-	$(build_native) $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(simulated)/test_cuda_passes_$(PTX_ARCH)
-	@$(or $(PYTHON),python3) $(simulator_sources)/dropped_calls.py $(simulated)/test_cuda_passes_$(PTX_ARCH)
-	@$(or $(PYTHON),python3) $(simulator_sources)/mutants.py $(simulated)/test_cuda_kernels_$(PTX_ARCH) $(ARGS)
-
 compare-gpu-counts: $(simulated)/print_counts_$(PTX_ARCH)
 	@$(or $(PYTHON),python3) $(simulator_sources)/counts.py $< $(nvcc) $(PTX_ARCH) --quiet
 

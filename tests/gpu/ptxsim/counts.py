@@ -11,9 +11,7 @@ not of time.
 """
 
 import argparse
-import itertools
 import json
-import math
 import re
 import subprocess
 import sys
@@ -41,33 +39,18 @@ GPUS = {
 ISSUED = 4 * 32
 # Arrays that a pass reads or writes.
 PASSES = {"sums forward": 1, "sums backward": 2, "sums backward, relu": 2, "y": 2, "dx": 3}
-# Blocks of the kernel of sums that a multiprocessor runs at a time; clocks for an instruction of a
-# warp; microseconds from one launch to the next, as measured on an H100.
-RESIDENT, CLOCKS, LAUNCH = 2, 4, 1.9
-# The layers of an FCN-ResNet-50 with an output stride of 8, by channels and size for two images of
-# 480x480.
-SEGMENTATION = {
-    **{(64, 240): 1, (64, 120): 6, (256, 120): 4, (128, 120): 1, (128, 60): 7},
-    **{(512, 60): 12, (256, 60): 12, (1024, 60): 7, (2048, 60): 4},
-}
 MODELLED = ["planes 56x56", "planes 7x7", "rows 56x56x64"]
-
-
-def counts_of(program, *arguments):
-    """A dictionary of rows, as the program prints them."""
-    command = [program, *map(str, arguments)]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return {counts["row"]: counts for counts in map(json.loads, output.splitlines())}
 
 
 def count(program):
     """A dictionary of rows, each with the columns' numbers."""
+    output = subprocess.run([program], stdout=subprocess.PIPE, text=True, check=True).stdout
     return {
-        row: {
+        counts["row"]: {
             name: round(counts[above] / (counts[below] or 1), 3)
             for name, (above, below) in COLUMNS.items()
         }
-        for row, counts in counts_of(program).items()
+        for counts in map(json.loads, output.splitlines())
     }
 
 
@@ -133,55 +116,6 @@ def print_model(rows):
                 print("|", " | ".join(map(str, cells)), "|", *(f"{t:.2f} |" for t in times))
 
 
-def turns_of(row, gpu):
-    """How often the multiprocessors are filled with the blocks of a launch."""
-    return math.ceil(row["blocks"] / (RESIDENT * GPUS[gpu][0]))
-
-
-def time_of_bytes(row, name, dtype, gpu):
-    """Microseconds in which memory moves what a pass reads and writes."""
-    return row["values"] * PASSES[name] * {"float32": 4, "float16": 2}[dtype] / GPUS[gpu][2] / 1e3
-
-
-def time_to_issue(counts, gpu):
-    """Microseconds in which the multiprocessors issue the instructions of a launch."""
-    multiprocessors, ghz, _, doubles = GPUS[gpu]
-    issue = max(counts["instructions"] / ISSUED, counts["doubles"] / doubles)
-    return issue * counts["blocks"] / counts["counted"] / multiprocessors / ghz / 1e3
-
-
-def time_of_sums(rows, row, gpu):
-    """Microseconds of a pass of sums, with its two launches. A block takes as long as its longest
-    warp, and the last turn of blocks has no other work to hide behind."""
-    counts, fold = rows[row], rows[f"fold, {row}"]
-    block, last = (part["longest_warp"] * CLOCKS / GPUS[gpu][1] / 1e3 for part in (counts, fold))
-    others = [
-        time_of_bytes(counts, *row.split(" | ")[:2], gpu),
-        time_to_issue(counts, gpu),
-        (turns_of(counts, gpu) - 1) * block,
-    ]
-    return 2 * LAUNCH + max(others) + block + max(last, time_to_issue(fold, gpu))
-
-
-def print_net(rows):
-    """The time of a net's layers: of their sums, and of all passes, where y and dx take the time of
-    their bytes, and finishing takes that of a launch."""
-    print("\n| FCN-ResNet-50 | GPU | bytes of sums, us | sums, us | bytes of all, us | all, us |")
-    print("| --- " * 6 + "|")
-    for layout, dtype in itertools.product(("planes", "rows"), ("float32", "float16")):
-        for gpu in GPUS:
-            memory = sums = others = 0
-            for (channels, size), layers in SEGMENTATION.items():
-                for name, other in ("sums forward", "y"), ("sums backward, relu", "dx"):
-                    row = f"{name} | {dtype} | {layout} 2x{channels}x{size}x{size}"
-                    memory += layers * time_of_bytes(rows[row], name, dtype, gpu)
-                    others += layers * time_of_bytes(rows[row], other, dtype, gpu)
-                    sums += layers * time_of_sums(rows, row, gpu)
-            launches = 4 * LAUNCH * sum(SEGMENTATION.values())
-            times = memory, sums, memory + others, sums + others + launches
-            print(f"| {layout}, {dtype} | {gpu} |", *(f"{t:.0f} |" for t in times))
-
-
 def growth(rows, before):
     """A line for each number that has grown too much, and each row that is in one of both only."""
     lines = [f"{row}: counted, but not in {COUNTS.name}" for row in rows.keys() - before.keys()]
@@ -213,7 +147,6 @@ def main():
     rows = count(options.program)
     if options.model:
         print_model(rows)
-        print_net(counts_of(options.program, "layers"))
         return False
     if not options.quiet:
         print_table(rows, before)

@@ -42,10 +42,6 @@ class Runner {
       if (random_) std::shuffle(order_.begin(), order_.end(), *random_);
       for (const unsigned index : order_) warps_[index].advance();
     } while (pass_barrier());
-    ++block_.counts.blocks;
-    for (const Warp& warp : warps_) {
-      block_.counts.longest_warp = std::max(block_.counts.longest_warp, warp.executed());
-    }
   }
 
  private:
@@ -90,11 +86,7 @@ Counts run(const Launch& launch, const Memory& memory, std::mt19937* random) {
   Block block{launch, memory, SharedMemory(launch.kernel.shared_size)};
   Runner runner(&block, random);
   const dim3& grid = launch.grid;
-  const std::vector<unsigned> blocks = blocks_of(grid.x * grid.y, random);
-  // Of all parts of the grid.
-  const size_t step = (blocks.size() - 1) / launch.most_blocks + 1;
-  for (size_t i = 0; i < blocks.size(); i += step) {
-    const unsigned n = blocks[i];
+  for (const unsigned n : blocks_of(grid.x * grid.y, random)) {
     runner.run({n % grid.x, n / grid.x, 0});
   }
   block.counts.unique_load_sectors = count_unique(&block.loaded);

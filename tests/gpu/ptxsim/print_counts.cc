@@ -1,8 +1,6 @@
 // Runs each pass of the CUDA kernels on the simulator, and prints its counts, one line of JSON per
-// pass, dtype and layout. See counts.py. On small data; or, if given an argument,
-// some blocks of each kernel of sums for the layers of a segmentation net.
+// pass, dtype and layout, on small data. See counts.py.
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 
 #include "cuda/device_fixture.h"
@@ -21,20 +19,14 @@ const Layout kLayouts[] = {
     {"rows 56x56x64", {56 * 56, 64, 1, 56 * 56}}, {"rows 7x7x512", {8 * 7 * 7, 512, 1, 7 * 7}},
 };
 
-// The layers of an FCN-ResNet-50 with two images of 480x480: samples, channels and size.
-const int kLayers[][3] = {{2, 64, 240}, {2, 64, 120}, {2, 256, 120}, {2, 128, 120}, {2, 128, 60},
-                          {2, 512, 60}, {2, 256, 60}, {2, 1024, 60}, {2, 2048, 60}};
-
 void print(const std::string& pass, const char* dtype, const std::string& layout, uint64_t values,
-           const ptxsim::LaunchCounts& launch) {
-  const ptxsim::Counts& c = launch.counts;
+           const ptxsim::Counts& c) {
   std::printf(
       "{\"row\": \"%s | %s | %s\", \"values\": %lu, \"instructions\": %lu, \"doubles\": %lu, "
       "\"load_sectors\": %lu, \"unique_load_sectors\": %lu, \"store_sectors\": %lu, "
-      "\"unique_store_sectors\": %lu, \"longest_warp\": %lu, \"blocks\": %lu, \"counted\": %lu}\n",
+      "\"unique_store_sectors\": %lu}\n",
       pass.c_str(), dtype, layout.c_str(), values, c.instructions, c.doubles, c.load_sectors,
-      c.unique_load_sectors, c.store_sectors, c.unique_store_sectors, c.longest_warp, launch.blocks,
-      c.blocks);
+      c.unique_load_sectors, c.store_sectors, c.unique_store_sectors);
 }
 
 // Runs a pass and prints the counts of its main kernel, and of the one that adds records.
@@ -45,12 +37,12 @@ void count(const char* pass, const char* dtype, const Layout& layout, const F& r
   for (const ptxsim::LaunchCounts& launch : ptxsim::take_counts()) {
     const bool folds = launch.kernel.find("fold") != std::string::npos;
     print((folds ? "fold, " : "") + std::string(pass), dtype, layout.name,
-          static_cast<uint64_t>(layout.view.size()), launch);
+          static_cast<uint64_t>(layout.view.size()), launch.counts);
   }
 }
 
 template <typename T>
-void count_passes(const char* dtype, const Layout& layout, bool only_sums) {
+void count_passes(const char* dtype, const Layout& layout) {
   using A = Arithmetic<T>;
   const View& view = layout.view;
   const int64_t size = view.size();
@@ -106,43 +98,23 @@ void count_passes(const char* dtype, const Layout& layout, bool only_sums) {
     count(pass, dtype, layout,
           [&] { return kernels.input_gradient(shard, coefficients.data(), the_stream()); });
   };
-  if (!only_sums) {
-    count_y("y", forward);
-    count_y("y, residual", with_residual);
-    count_dx("dx", backward);
-    count_dx("dx, relu, residual", relu_of_sum);
-  }
+  count_y("y", forward);
+  count_y("y, residual", with_residual);
+  count_dx("dx", backward);
+  count_dx("dx, relu, residual", relu_of_sum);
   MUST(cuda().synchronize(the_stream()));
-}
-
-void count_layers() {
-  for (const auto& [n, c, size] : kLayers) {
-    const std::string shape = std::to_string(n) + "x" + std::to_string(c) + "x" +
-                              std::to_string(size) + "x" + std::to_string(size);
-    const int64_t s = int64_t{size} * size;
-    for (const Layout& layout :
-         {Layout{"planes " + shape, {n, c, s}}, Layout{"rows " + shape, {n * s, c, 1, s}}}) {
-      count_passes<float>("float32", layout, true);
-      count_passes<Half>("float16", layout, true);
-    }
-  }
 }
 
 }  // namespace
 }  // namespace gluon_syncbn
 
-int main(int count, char**) {
+int main() {
   using namespace gluon_syncbn;
-  if (count > 1) {
-    ptxsim::run_at_most(8);
-    count_layers();
-    return check::failed > 0;
-  }
   for (const Layout& layout : kLayouts) {
-    count_passes<float>("float32", layout, false);
-    count_passes<Half>("float16", layout, false);
-    count_passes<BFloat16>("bfloat16", layout, false);
-    count_passes<double>("float64", layout, false);
+    count_passes<float>("float32", layout);
+    count_passes<Half>("float16", layout);
+    count_passes<BFloat16>("bfloat16", layout);
+    count_passes<double>("float64", layout);
   }
   return check::failed > 0;
 }

@@ -14,8 +14,6 @@ struct Counts {
   // Of threads, idle ones of a warp too, as they take its time: all instructions, and those that
   // take units for double: no moves, no changes of sign.
   uint64_t instructions = 0, doubles = 0;
-  // Instructions of the warp that executes most, and the blocks that have run.
-  uint64_t longest_warp = 0, blocks = 0;
   // What the requests of warps to global memory ask for, and the same of the whole launch, each
   // sector once.
   uint64_t load_sectors = 0, store_sectors = 0;
@@ -25,17 +23,11 @@ struct Counts {
 struct LaunchCounts {
   // As the compiler has mangled it.
   std::string kernel;
-  // Of the grid.
-  uint64_t blocks;
   Counts counts;
 };
 
 // Of all launches since the last call; the first call starts the counting.
 std::vector<LaunchCounts> take_counts();
-
-// Later launches run at most so many of their blocks: enough to count where all have the same work,
-// but not for results.
-void run_at_most(unsigned blocks);
 
 // Kernels without PTX are given to `run`, by their mangled name, which returns whether it knows
 // them. It tells of their accesses to memory.

@@ -14,12 +14,11 @@ using Lock = std::lock_guard<std::mutex>;
 thread_local dim3 pushed_grid, pushed_block;
 thread_local void* pushed_stream;
 
-// Ends the function that the project or MXNet has called, where it is to fail or is dropped.
-#define ENTER_AS(function)                                                             \
-  const Lock lock(state().mutex);                                                      \
-  if (const auto error = state().calls.enter(function, __builtin_return_address(0))) { \
-    return *error ? fail(*error) : kSuccess;                                           \
-  }
+// Ends the function that the project or MXNet has called, where it is to fail.
+#define ENTER_AS(function)                                                          \
+  const Lock lock(state().mutex);                                                   \
+  if (const int error = state().calls.enter(function, __builtin_return_address(0))) \
+    return fail(error);
 #define ENTER ENTER_AS(__func__)
 
 int allocate(void** memory, size_t bytes, int device) {
@@ -48,11 +47,6 @@ std::vector<LaunchCounts> take_counts() {
   std::vector<LaunchCounts> taken;
   taken.swap(state().counts);
   return taken;
-}
-
-void run_at_most(unsigned blocks) {
-  const Lock lock(state().mutex);
-  state().most_blocks = blocks;
 }
 
 void run_others_on_host(RunOnHost run) {

@@ -4,7 +4,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 
 #include "decoder.h"
 
@@ -63,11 +62,6 @@ State& state() {
 
 // PTX is a text between two zeros, unless it is compressed.
 std::string ptx_of(const void* fat_binary) {
-  if (const char* const path = std::getenv("PTXSIM_PTX")) {
-    std::ifstream file(path);
-    if (!file) stop(std::string("cannot read ") + path);
-    return {std::istreambuf_iterator<char>(file), {}};
-  }
   struct Wrapper {
     uint32_t magic, version;
     const char* data;
@@ -121,13 +115,12 @@ int launch(const void* function, dim3 grid, dim3 block, void** arguments, void* 
   const Kernel& kernel = found->second;
   if (grid.z > 1 || block.x != threads)
     stop("a grid with a z, or a block with a y, is not supported");
-  const Launch launch{
-      kernel,          grid,         block.x, parameters_of(kernel, arguments), current_device,
-      s.counts_wanted, s.most_blocks};
+  const Launch launch{kernel,         grid,           block.x, parameters_of(kernel, arguments),
+                      current_device, s.counts_wanted};
   s.streams.queue(stream, current_device, kernel.name.c_str(), [&s, launch] {
     const Counts counts = run(launch, s.memory, s.random ? &*s.random : nullptr);
     if (!launch.counted) return;
-    s.counts.push_back({launch.kernel.name, uint64_t{launch.grid.x} * launch.grid.y, counts});
+    s.counts.push_back({launch.kernel.name, counts});
   });
   return kSuccess;
 }

@@ -40,11 +40,8 @@ struct Event {
 // Only of those that this program makes, or the library gluon_syncbn, and not MXNet.
 class Calls {
  public:
-  Calls();
-
-  // A call of a function from this address. Returns the error that it ends with at once: 0 if it is
-  // dropped. Nothing as a rule.
-  std::optional<int> enter(const std::string& function, void* caller);
+  // A call of a function from this address. Returns the error that it ends with at once, or 0.
+  int enter(const std::string& function, void* caller);
 
   // Adds to a count, if the thread's last call that entered was one of those.
   void add(const std::string& name, uint64_t count);
@@ -56,8 +53,6 @@ class Calls {
  private:
   std::map<std::string, uint64_t> counts_;
   std::map<std::string, int> left_;
-  // Where calls come from, to a file, and from where they are dropped.
-  const char *sites_, *dropped_;
 };
 
 struct State {
@@ -77,7 +72,6 @@ struct State {
   std::string peers;
   std::optional<std::mt19937> random;
   bool counts_wanted = false;
-  unsigned most_blocks = ~0u;
   std::vector<LaunchCounts> counts;
   RunOnHost run_on_host = nullptr;
 };

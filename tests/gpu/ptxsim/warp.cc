@@ -44,7 +44,6 @@ void Warp::start() {
   waiting_ = 0;
   waits_for_block_ = false;
   phase_ = 1;
-  executed_ = 0;
   go_to(kAllLanes, 0);
   for (const auto& [number, name] : kernel.specials) {
     for (int l = 0; l < kLanes; ++l) {
@@ -152,7 +151,6 @@ uint32_t Warp::guarded(const Instruction& i, uint32_t lanes) {
 
 void Warp::count(const Instruction& i, int place, uint32_t active) {
   Counts& counts = block_.counts;
-  ++executed_;
   counts.instructions += kLanes;
   if (i.computes_double) counts.doubles += kLanes;
   if (active || i.op == Op::kBranch) ++block_.launch.kernel.ran[place];

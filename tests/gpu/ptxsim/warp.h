@@ -25,8 +25,6 @@ struct Launch {
   int device;
   // Whether memory accesses are counted.
   bool counted;
-  // How many blocks run, if the grid has more.
-  unsigned most_blocks = ~0u;
 };
 
 // The arguments are as for cudaLaunchKernel.
@@ -91,8 +89,6 @@ class Warp {
   void advance();
   bool waits_for_block() const { return waits_for_block_; }
   void pass_barrier();
-  // Instructions since start().
-  uint64_t executed() const { return executed_; }
 
   // Ends the process. The message has the block, the thread and the instruction.
   [[noreturn]] void refuse(const std::string& what, const Instruction* i, int lane = 0) const;
@@ -107,7 +103,6 @@ class Warp {
   bool waits_for_block_ = false;
   // Counts the times that lanes have met. See SharedMemory.
   uint32_t phase_ = 1;
-  uint64_t executed_ = 0;
   // Where the last access went.
   Allocation last_;
 
