@@ -89,9 +89,9 @@ def in_new_process(function, *arguments, launcher=(), seconds=None, **variables)
     return json.loads(text.rpartition(_ANSWER)[2].splitlines()[0])
 
 
-def run_process(command, seconds, is_over=lambda: False, **options):
-    """Returns the exit code, or None after a timeout or once `is_over`, and the output. Also ends
-    all processes that the command has started."""
+def run_process(command, seconds, **options):
+    """Returns the exit code, or None after a timeout, and the output. Also ends all processes that
+    the command has started."""
     end = time.monotonic() + (math.inf if seconds is None else seconds)
     # Not a pipe, which would stay open until all children end.
     with tempfile.TemporaryFile() as output:
@@ -104,7 +104,7 @@ def run_process(command, seconds, is_over=lambda: False, **options):
             **options,
         )
         try:
-            while process.poll() is None and time.monotonic() < end and not is_over():
+            while process.poll() is None and time.monotonic() < end:
                 time.sleep(0.02)
             code = process.returncode
         finally:

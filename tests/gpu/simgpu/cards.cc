@@ -1,9 +1,8 @@
 // Lets MXNet's GPU contexts share the GPUs that there are ("cards"): context k is on card k modulo
 // their number. Linked into the library for an MXNet whose memory is page-locked memory of the host
 // (mxnet_runtime.cc), of the CUDA that this library uses. As in ptxsim, calls of CUDA are counted,
-// and can be made to fail; they are timed, too.
+// and can be made to fail.
 // PTXSIM_PEERS: see gluon_syncbn_cards_set_peers.
-#include <chrono>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -24,7 +23,7 @@ thread_local int current = 0;
 
 std::mutex mutex;
 std::string peers;
-std::map<std::string, uint64_t> counts, nanoseconds;
+std::map<std::string, uint64_t> counts;
 // The calls before one that fails; -1: none does.
 std::map<std::string, int> left;
 
@@ -40,20 +39,6 @@ int enter(const std::string& name, uint64_t count = 1) {
   return 0;
 }
 
-class Timer {
- public:
-  explicit Timer(const char* name) : name_(name) {}
-  ~Timer() {
-    const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin_;
-    const std::lock_guard<std::mutex> lock(mutex);
-    nanoseconds[name_] += static_cast<uint64_t>(took.count());
-  }
-
- private:
-  const char* const name_;
-  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
-
 bool can_access(int context, int peer) {
   const std::lock_guard<std::mutex> lock(mutex);
   return peers != "none" && (peers != "one way" || context < peer);
@@ -67,9 +52,8 @@ void count(Table* table, int (*Table::*)(A...), const char* name) {
   counted = name;
   inner = table->*member;
   table->*member = [](A... a) {
-    if (const int error = enter(counted)) return error;
-    const Timer timer(counted);
-    return inner(a...);
+    const int error = enter(counted);
+    return error ? error : inner(a...);
   };
 }
 #define COUNT(Tag, table, member, name) count<Tag, &member>(&table, &member, name)
@@ -170,11 +154,6 @@ SBN_EXPORT void gluon_syncbn_cards_release(void* memory) { real->runtime.free_ho
 SBN_EXPORT uint64_t gluon_syncbn_cards_calls(const char* name) {
   const std::lock_guard<std::mutex> lock(mutex);
   return counts[name];
-}
-// How long they took together.
-SBN_EXPORT uint64_t gluon_syncbn_cards_nanoseconds(const char* name) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  return nanoseconds[name];
 }
 SBN_EXPORT void gluon_syncbn_cards_fail_next(const char* function, int calls) {
   const std::lock_guard<std::mutex> lock(mutex);
