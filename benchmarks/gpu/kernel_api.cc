@@ -98,7 +98,7 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int device
     finish.epsilon = epsilon;
     finish.sums = sums_of(devices, C, sums);
     finish.counts = {count, count, 1};
-    return k.finish_forward(finish, {}, stream);
+    return k.finish_forward(finish, stream);
   });
 }
 

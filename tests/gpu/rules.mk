@@ -106,7 +106,7 @@ $(simulated)/test_cuda_kernels_$(1) $(simulated)/test_cuda_passes_$(1): $(simula
 $(simulated)/print_counts_$(1): $(simulator_sources)/print_counts.cc $(call ptx,$(1)) $(simulator) $(objects)
 	$$(link_simulated)
 endef
-link_simulated = @$(compile) $(filter %.cc %.o,$^) -Wl,--wrap=dlopen,--wrap=dlsym -o $@ -ldl
+link_simulated = @$(compile) $(filter %.cc %.o,$^) -o $@ -ldl
 $(foreach arch,$(sort $(oldest) $(newest) $(PTX_ARCH)),$(eval $(call compile_ptx,$(arch))))
 
 .SECONDARY: $(simulated)/test_cuda_kernels.o $(simulated)/test_cuda_passes.o

@@ -21,10 +21,7 @@ using Event = CUevent_st*;
 
 // Functions of the CUDA runtime that return cudaError_t, 0 for success.
 struct CudaRuntime {
-  int (*get_device)(int* device);
   int (*set_device)(int device);
-  // Whether the process has a context on the device. Does not create one.
-  int (*has_context)(int* active, int device);
   int (*malloc)(void** memory, size_t bytes);
   int (*free)(void* memory);
   int (*malloc_host)(void** memory, size_t bytes);
@@ -49,21 +46,6 @@ struct CudaRuntime {
   void (*clear_error)();
 };
 
-// Writes `count` values to an array of float or double; value i is from[i % period * stride].
-struct Delivery {
-  const double* from = nullptr;
-  int64_t period = 0, stride = 1;
-  void* to = nullptr;
-  int64_t count = 0;
-  bool is_double = false, add = false;
-};
-
-constexpr int kMaxDeliveries = 5;
-struct Deliveries {
-  int size = 0;
-  Delivery items[kMaxDeliveries];
-};
-
 // The sums of the devices that share a batch, each readable by the device of the kernel.
 constexpr int kMaxDevices = 32;
 struct SumsOfDevices {
@@ -79,8 +61,13 @@ struct RunningUpdate {
   const void* num_batches;
   double momentum;
   bool unbiased;
-  // Receives the old mean, variance and number of batches, and the new number of batches.
-  double* before;
+};
+
+// Arrays of `size` values that receive the statistics of all batches, again and again; or null.
+struct SavedStatistics {
+  double *mean, *inv_std;
+  bool add_mean, add_inv_std;
+  int64_t size;
 };
 
 // Null gamma means ones. Null results are not computed.
@@ -111,6 +98,7 @@ struct ForwardFinish : Finish {
   bool reads_y = false;
   double epsilon = 0;
   RunningUpdate running = {};
+  SavedStatistics saved = {};
   const void *mean = nullptr, *variance = nullptr;
 };
 
@@ -140,8 +128,9 @@ struct CudaKernels {
                        ChannelSums* sums, Stream);
   // Bytes of the coefficients of C channels.
   int64_t (*coefficients_size)(int64_t C);
-  // Delivered values must be the statistics of these batches, in their order, or older.
-  int (*finish_forward)(const ForwardFinish&, const Deliveries&, Stream);
+  int (*finish_forward)(const ForwardFinish&, Stream);
+  // Adds one, after finish_forward, whose blocks all read the number.
+  int (*count_batch)(void* num_batches, Stream);
   int (*finish_backward)(const BackwardFinish&, Stream);
   // y, given the coefficients of finish_forward; y may be x.
   int (*normalize)(const ForwardShard&, const void* coefficients, Stream);

@@ -1,6 +1,5 @@
 // Streams and memory come from pools and go back to them, as allocating and freeing may wait for
-// everything that runs on the device. A slot holds a stream, an event and workspace for one pass;
-// memory that outlives the pass is cut from larger pieces.
+// everything that runs on the device. A slot holds a stream, an event and the memory of one pass.
 #include "cuda/device.h"
 
 #include <algorithm>
@@ -26,60 +25,13 @@ bool succeeds(const CudaRuntime& runtime, int error) {
   return error == 0;
 }
 
-// Sets the thread's device back to the previous one. A thread that never chose a device has GPU 0;
-// setting it would create a context there, which takes memory.
-void restore_device(const CudaRuntime& runtime, int before, int now) {
-  int active = 0;
-  if (before == now || !succeeds(runtime, runtime.has_context(&active, before))) return;
-  if (active) succeeds(runtime, runtime.set_device(before));
-}
-
-// Memory that is freed all at once, by this function of the runtime. It grows by blocks, and the
-// next reset() merges them.
-template <int (*CudaRuntime::*kFree)(void*)>
-class Arena {
- public:
-  // `allocate` may throw.
-  template <typename Allocate>
-  void* take(size_t bytes, const Allocate& allocate) {
-    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    if (blocks_.empty() || blocks_.back().used + bytes > blocks_.back().size) {
-      const size_t size = std::max({bytes, kMinSize, peak_});
-      blocks_.push_back({allocate(size), size, 0});
-    }
-    Block& block = blocks_.back();
-    void* const piece = static_cast<char*>(block.memory) + block.used;
-    block.used += bytes;
-    return piece;
-  }
-
-  void reset(const CudaRuntime& runtime) {
-    peak_ = peak();
-    if (blocks_.size() > 1) clear(runtime);
-    for (Block& block : blocks_) block.used = 0;
-  }
-
-  // The largest use so far, which is the size of the next block.
-  size_t peak() const {
-    size_t used = 0;
-    for (const Block& block : blocks_) used += block.used;
-    return std::max(peak_, used);
-  }
-  void reserve(size_t size) { peak_ = std::max(peak_, size); }
-
-  // A failure means that it was freed already.
-  void clear(const CudaRuntime& runtime) {
-    for (const Block& block : blocks_) succeeds(runtime, (runtime.*kFree)(block.memory));
-    blocks_.clear();
-  }
-
- private:
-  struct Block {
-    void* memory;
-    size_t size, used;
-  };
-  std::vector<Block> blocks_;
-  size_t peak_ = 0;
+// Memory of a device, or page-locked memory of the host: blocks of 2^n bytes by their size, cut
+// from larger pieces.
+struct Blocks {
+  std::map<size_t, std::vector<void*>> idle;
+  std::vector<void*> pieces;
+  char* rest = nullptr;
+  size_t rest_size = 0;
 };
 
 }  // namespace
@@ -88,35 +40,26 @@ int gpu_of(const std::string& context) {
   return context.compare(0, 4, "gpu(") == 0 ? std::atoi(context.c_str() + 4) : -1;
 }
 
-// A stream of one device and memory for what is queued there.
+// A stream of one device, and the memory of what is queued there.
 struct CudaStream::StreamSlot {
   int device = 0;
   Stream stream = nullptr;
   Event event = nullptr;
-  Arena<&CudaRuntime::free> on_device;
-  Arena<&CudaRuntime::free_host> on_host;
+  std::vector<std::shared_ptr<void>> memory;
 
-  // Frees everything. This device must be the thread's.
   void clear(const CudaRuntime& runtime) {
-    on_device.clear(runtime);
-    on_host.clear(runtime);
     if (event) succeeds(runtime, runtime.destroy_event(std::exchange(event, nullptr)));
     if (stream) succeeds(runtime, runtime.destroy_stream(std::exchange(stream, nullptr)));
   }
 };
 
 // Idle stream slots and memory. There are as many slots, including those in use, as there ever were
-// simultaneous calls. The slot used last is reused first, so that extra slots do not grow.
+// simultaneous calls.
 struct CudaStream::Pool {
   struct Device {
     std::vector<std::unique_ptr<StreamSlot>> idle;
-    // The peak use of all slots' arenas, with which new arenas begin.
-    size_t peak_on_device = 0, peak_on_host = 0;
-    // Kept memory: blocks of 2^n bytes by their size, cut from larger pieces.
-    std::map<size_t, std::vector<void*>> blocks;
-    std::vector<void*> pieces;
-    char* rest = nullptr;
-    size_t rest_size = 0;
+    // On the device and on the host.
+    Blocks memory[2];
   };
   std::mutex mutex;
   std::map<int, Device> devices;
@@ -131,32 +74,22 @@ CudaStream::Pool*& CudaStream::pool() {
   return pool;
 }
 
-CudaStream::OnDevice::OnDevice(const CudaStream& pass, int device) : now(device) {
-  pass.check(pass.runtime_.get_device(&before), "cudaGetDevice");
-  pass.check(pass.runtime_.set_device(device), "cudaSetDevice");
-}
-
-CudaStream::OnDevice::~OnDevice() { restore_device(cuda_backend()->runtime, before, now); }
-
 CudaStream::CudaStream(int device, DType dtype, std::string what)
     : runtime_(cuda_backend()->runtime),
       kernels_(cuda_backend()->kernels(dtype)),
       device_(device),
-      what_(std::move(what)),
-      on_device_(*this, device) {
+      what_(std::move(what)) {
+  check(runtime_.set_device(device), "cudaSetDevice");
   // Otherwise the first kernel would report an error that other code has left on this thread.
   runtime_.clear_error();
   auto slot = std::make_unique<StreamSlot>();
   {
     Pool& slots = *pool();
     const std::lock_guard<std::mutex> lock(slots.mutex);
-    Pool::Device& of_device = slots.devices[device];
-    if (of_device.idle.empty()) {
-      slot->on_device.reserve(of_device.peak_on_device);
-      slot->on_host.reserve(of_device.peak_on_host);
-    } else {
-      slot = std::move(of_device.idle.back());
-      of_device.idle.pop_back();
+    auto& idle = slots.devices[device].idle;
+    if (!idle.empty()) {
+      slot = std::move(idle.back());
+      idle.pop_back();
     }
   }
   if (!slot->stream) {
@@ -167,16 +100,12 @@ CudaStream::CudaStream(int device, DType dtype, std::string what)
       check(error, "cudaEventCreateWithFlags");
     }
   }
-  slot->on_device.reset(runtime_);
-  slot->on_host.reset(runtime_);
   // The deleter runs on the thread that holds the slot last, which may be another device's.
   slot_ = {slot.release(), [](StreamSlot* done) {
+             done->memory.clear();
              Pool& slots = *pool();
              const std::lock_guard<std::mutex> lock(slots.mutex);
-             Pool::Device& of_device = slots.devices[done->device];
-             of_device.peak_on_device = std::max(of_device.peak_on_device, done->on_device.peak());
-             of_device.peak_on_host = std::max(of_device.peak_on_host, done->on_host.peak());
-             of_device.idle.emplace_back(done);
+             slots.devices[done->device].idle.emplace_back(done);
            }};
 }
 
@@ -197,49 +126,42 @@ void CudaStream::check(int error, const std::string& call) const {
                            ": " + text + " (" + name + ").");
 }
 
-void* CudaStream::memory(bool on_device, size_t bytes) {
-  const auto more = [&](size_t size) { return allocate(on_device, size); };
-  return on_device ? slot_->on_device.take(bytes, more) : slot_->on_host.take(bytes, more);
-}
-
-void* CudaStream::allocate(bool on_device, size_t bytes) {
-  void* block = nullptr;
-  check(on_device ? runtime_.malloc(&block, bytes) : runtime_.malloc_host(&block, bytes),
-        (on_device ? "cudaMalloc of " : "cudaHostAlloc of ") + std::to_string(bytes) + " bytes");
-  return block;
-}
-
-std::shared_ptr<void> CudaStream::keep_bytes(size_t bytes) {
+std::shared_ptr<void> CudaStream::take(bool on_host, size_t bytes) {
   size_t size = kAlignment;
   while (size < bytes) size *= 2;
   Pool& all = *pool();
   std::unique_lock<std::mutex> lock(all.mutex);
-  if (all.devices[device_].blocks[size].empty() && all.devices[device_].rest_size < size) {
+  const auto blocks = [&]() -> Blocks& { return all.devices[device_].memory[on_host]; };
+  if (blocks().idle[size].empty() && blocks().rest_size < size) {
     // Without the lock, so that other GPUs go on while this one allocates.
-    const size_t piece = std::max(size, kMinSize);
     lock.unlock();
-    auto* const more = static_cast<char*>(allocate(true, piece));
+    const size_t piece = std::max(size, kMinSize);
+    void* more = nullptr;
+    check(on_host ? runtime_.malloc_host(&more, piece) : runtime_.malloc(&more, piece),
+          (on_host ? "cudaHostAlloc of " : "cudaMalloc of ") + std::to_string(piece) + " bytes");
     lock.lock();
-    Pool::Device& of_device = all.devices[device_];
-    of_device.pieces.push_back(more);
-    of_device.rest = more;
-    of_device.rest_size = piece;
+    blocks().pieces.push_back(more);
+    blocks().rest = static_cast<char*>(more);
+    blocks().rest_size = piece;
   }
-  Pool::Device& of_device = all.devices[device_];
-  std::vector<void*>& idle = of_device.blocks[size];
+  Blocks& here = blocks();
+  std::vector<void*>& idle = here.idle[size];
   if (idle.empty()) {
-    idle.push_back(of_device.rest);
-    of_device.rest += size;
-    of_device.rest_size -= size;
+    idle.push_back(here.rest);
+    here.rest += size;
+    here.rest_size -= size;
   }
   void* const block = idle.back();
   idle.pop_back();
-  held_.emplace_back(block, [device = device_, size, generation = all.generation](void* done) {
+  const auto give_back = [device = device_, on_host, size,
+                          generation = all.generation](void* done) {
     Pool& now = *pool();
-    const std::lock_guard<std::mutex> lock(now.mutex);
-    if (now.generation == generation) now.devices[device].blocks[size].push_back(done);
-  });
-  return held_.back();
+    const std::lock_guard<std::mutex> again(now.mutex);
+    if (now.generation == generation) {
+      now.devices[device].memory[on_host].idle[size].push_back(done);
+    }
+  };
+  return slot_->memory.emplace_back(block, give_back);
 }
 
 void CudaStream::copy(void* to, const void* from, size_t bytes, bool to_host) {
@@ -308,9 +230,12 @@ bool CudaStream::wait_for(const SharedSums& other) {
   return true;
 }
 
-void CudaStream::finish_forward(const ForwardFinish& task, const Deliveries& deliveries) {
-  check(kernels_.finish_forward(task, deliveries, slot_->stream),
-        "The kernel of the forward coefficients");
+void CudaStream::finish_forward(const ForwardFinish& task) {
+  check(kernels_.finish_forward(task, slot_->stream), "The kernel of the forward coefficients");
+}
+
+void CudaStream::count_batch(void* num_batches) {
+  check(kernels_.count_batch(num_batches, slot_->stream), "The kernel of the number of batches");
 }
 
 void CudaStream::finish_backward(const BackwardFinish& task) {
@@ -347,20 +272,17 @@ void release_cuda_memory() {
   const CudaRuntime& runtime = backend->runtime;
   CudaStream::Pool& slots = *CudaStream::pool();
   const std::lock_guard<std::mutex> lock(slots.mutex);
-  int before = 0, now = 0;
-  if (slots.devices.empty() || !succeeds(runtime, runtime.get_device(&before))) return;
-  now = before;
   for (auto& [device, of_device] : slots.devices) {
-    if (of_device.idle.empty() && of_device.pieces.empty()) continue;
     if (!succeeds(runtime, runtime.set_device(device))) continue;
-    now = device;
     for (const auto& slot : of_device.idle) slot->clear(runtime);
-    for (void* const piece : of_device.pieces) succeeds(runtime, runtime.free(piece));
+    // A failure means that it was freed already.
+    auto& [on_device, on_host] = of_device.memory;
+    for (void* const piece : on_device.pieces) succeeds(runtime, runtime.free(piece));
+    for (void* const piece : on_host.pieces) succeeds(runtime, runtime.free_host(piece));
   }
   slots.devices.clear();
   slots.peers.clear();
   ++slots.generation;
-  restore_device(runtime, before, now);
 }
 
 void abandon_cuda_memory() {

@@ -31,8 +31,9 @@ int peer_access();
 // Writes zeros; ignores errors.
 void clear_on_gpu(int device, void* memory, size_t bytes) noexcept;
 
-// During its lifetime, the calling thread uses the device, with a stream and memory of its own.
-// Throws std::runtime_error for every CUDA error.
+// The calling thread uses the device, with a stream and memory of its own. Afterwards the device
+// stays that of the thread: setting the one before could create a context there, which takes
+// memory. Throws std::runtime_error for every CUDA error.
 class CudaStream {
  public:
   // `what` describes the data in errors: "data of shape (2, 3)".
@@ -41,21 +42,20 @@ class CudaStream {
   CudaStream& operator=(const CudaStream&) = delete;
   ~CudaStream();
 
-  // Memory that lasts until the end of the pass, on the device or page-locked on the host.
+  // Memory on the device that lasts until the pass has ended, here and where its sums are read, and
+  // the last copy of the pointer is gone.
+  template <typename V>
+  std::shared_ptr<V> keep(int64_t count) {
+    return std::static_pointer_cast<V>(take(false, static_cast<size_t>(count) * sizeof(V)));
+  }
+  // Memory for the pass alone, on the device or page-locked on the host.
   template <typename V>
   V* on_device(int64_t count) {
-    return static_cast<V*>(memory(true, static_cast<size_t>(count) * sizeof(V)));
+    return keep<V>(count).get();
   }
   template <typename V>
   V* on_host(int64_t count) {
-    return static_cast<V*>(memory(false, static_cast<size_t>(count) * sizeof(V)));
-  }
-
-  // Memory on the device that lasts until the pass has ended and the last copy of the pointer is
-  // gone.
-  template <typename V>
-  std::shared_ptr<V> keep(int64_t count) {
-    return std::static_pointer_cast<V>(keep_bytes(static_cast<size_t>(count) * sizeof(V)));
+    return static_cast<V*>(take(true, static_cast<size_t>(count) * sizeof(V)).get());
   }
 
   // A copy on the host of values on the device, valid after wait().
@@ -82,7 +82,8 @@ class CudaStream {
   // Makes work that is queued later wait for the sums of another device, which are held until the
   // end of the pass. Returns false if they are this device's own.
   bool wait_for(const SharedSums& other);
-  void finish_forward(const ForwardFinish& task, const Deliveries& deliveries);
+  void finish_forward(const ForwardFinish& task);
+  void count_batch(void* num_batches);
   void finish_backward(const BackwardFinish& task);
   void normalize(const ForwardShard& shard, const void* coefficients);
   void input_gradient(const BackwardShard& shard, const void* coefficients);
@@ -108,30 +109,20 @@ class CudaStream {
   friend int peer_access();
 
   static Pool*& pool();
-  void* memory(bool on_device, size_t bytes);
-  void* allocate(bool on_device, size_t bytes);
-  std::shared_ptr<void> keep_bytes(size_t bytes);
+  std::shared_ptr<void> take(bool on_host, size_t bytes);
   // Whether each of the GPUs can read the memory of the others. Enables it.
   bool are_peers(const std::vector<int>& gpus);
   void copy(void* to, const void* from, size_t bytes, bool to_host);
   void check(int error, const std::string& call) const;
   ChannelSums* work(const View& view);
 
-  // Sets the thread's device, and restores the previous one at the end.
-  struct OnDevice {
-    OnDevice(const CudaStream& pass, int device);
-    ~OnDevice();
-    int before = 0;
-    const int now;
-  };
-
   const CudaRuntime& runtime_;
   const CudaKernels& kernels_;
   const int device_;
   const std::string what_;
-  const OnDevice on_device_;
   // Other devices may hold it longer.
   std::shared_ptr<StreamSlot> slot_;
+  // The slots of devices whose sums this one reads.
   std::vector<std::shared_ptr<void>> held_;
   bool finished_ = false;
 };

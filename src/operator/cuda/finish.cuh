@@ -13,19 +13,6 @@ SBN_DEVICE void store_parameter(P* to, double value, bool add) {
   *to = add ? *to + rounded : rounded;
 }
 
-// By the thread of value i of a period, which may have written it just before.
-SBN_DEVICE void deliver(const Delivery& d, int64_t i) {
-  if (i >= d.period) return;
-  const double value = d.from[i * d.stride];
-  for (int64_t k = i; k < d.count; k += d.period) {
-    if (d.is_double) {
-      store_parameter(static_cast<double*>(d.to) + k, value, d.add);
-    } else {
-      store_parameter(static_cast<float*>(d.to) + k, value, d.add);
-    }
-  }
-}
-
 SBN_DEVICE int64_t global_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
@@ -55,45 +42,43 @@ SBN_DEVICE void update_running(const ForwardFinish& task, int64_t c) {
   const RunningUpdate& running = task.running;
   double momentum = running.momentum;
   if (running.num_batches) {
-    const P batches = *static_cast<const P*>(running.num_batches);
-    momentum = cumulative_momentum(batches + 1);
-    // The number itself is written by a later kernel, as all blocks read it.
-    if (c == 0) {
-      running.before[2 * task.C] = batches;
-      running.before[2 * task.C + 1] = batches + 1;
-    }
+    momentum = cumulative_momentum(*static_cast<const P*>(running.num_batches) + 1);
   }
   const auto batch = BatchMeans::of(task.batches, task.counts, running.unbiased, [&](int64_t b) {
     return b == 0 ? task.kept.statistics[c] : statistics_of(task, b * task.C + c, b);
   });
-  const auto update = [&](void* values, double batch_value, double* before) {
+  const auto update = [&](void* values, double batch_value) {
     P* const value = static_cast<P*>(values) + c;
-    before[c] = *value;
     *value = static_cast<P>(moving_average(*value, batch_value, momentum));
   };
-  update(running.mean, batch.mean, running.before);
-  update(running.variance, batch.variance, running.before + task.C);
+  update(running.mean, batch.mean);
+  update(running.variance, batch.variance);
 }
 
 // The statistics of all devices, the running statistics, the coefficients of y and what backward
-// needs for each channel of all batches, and the deliveries. `zero` as in Gate.
+// needs for each channel of all batches. `zero` as in Gate.
 template <typename A>
-__global__ void __launch_bounds__(kThreads)
-    finish_forward(ForwardFinish task, Deliveries deliveries, A zero) {
-  const int64_t i = global_thread();
+__global__ void __launch_bounds__(kThreads) finish_forward(ForwardFinish task, A zero) {
+  const int64_t i = global_thread(), size = task.C * task.batches;
+  if (i >= size) return;
   // GPUs divide slowly, and there is mostly one batch.
   const int64_t batch = task.batches == 1 ? 0 : i / task.C, c = i - batch * task.C;
   const ForBackward& kept = task.kept;
   // The thread reads the statistics again below.
-  if (task.sums.size > 0 && i < task.C * task.batches) {
+  if (task.sums.size > 0) {
     kept.statistics[i] = statistics_of(task, i, batch);
     if (task.running.mean && i < task.C) update_running<A>(task, i);
-  } else if (task.mean && i < task.C) {
+  } else if (task.mean) {
     kept.statistics[i] = given_statistics(static_cast<const A*>(task.mean)[i],
                                           static_cast<const A*>(task.variance)[i], task.epsilon);
   }
-  for (int d = 0; d < deliveries.size; ++d) deliver(deliveries.items[d], i);
-  if (i >= task.C * task.batches) return;
+  const SavedStatistics& saved = task.saved;
+  for (int64_t k = i; k < saved.size; k += size) {
+    if (saved.mean) store_parameter(saved.mean + k, kept.statistics[i].mean, saved.add_mean);
+    if (saved.inv_std) {
+      store_parameter(saved.inv_std + k, kept.statistics[i].inv_std, saved.add_inv_std);
+    }
+  }
   const double gamma = gamma_of<A>(task, c);
   const double beta = static_cast<const A*>(task.beta)[c];
   const auto normalize = Normalize<A>::of(kept.statistics[i], gamma, beta);
@@ -107,6 +92,11 @@ __global__ void __launch_bounds__(kThreads)
         task.reads_y ? Gate<A>::of_y(slope) : Gate<A>::of_x(normalize, zero, slope);
   }
   if (kept.of_z) kept.of_z[i] = statistics_of_normalized(gamma, beta);
+}
+
+template <typename P>
+__global__ void count_batch(P* num_batches) {
+  if (threadIdx.x == 0) *num_batches += 1;
 }
 
 // The coefficients of dx, from the sums of all devices, and the gradients of gamma and beta, from
@@ -150,13 +140,15 @@ __global__ void __launch_bounds__(kThreads, 4) finish_backward(BackwardFinish ta
 }
 
 template <typename T>
-int launch_finish_forward(const ForwardFinish& task, const Deliveries& deliveries, Stream stream) {
-  int64_t threads = task.C * task.batches;
-  for (int i = 0; i < deliveries.size; ++i) {
-    threads = std::max(threads, deliveries.items[i].period);
-  }
-  SBN_LAUNCH(finish_forward<Arithmetic<T>>, blocks_for(threads), stream, task, deliveries,
+int launch_finish_forward(const ForwardFinish& task, Stream stream) {
+  SBN_LAUNCH(finish_forward<Arithmetic<T>>, blocks_for(task.C * task.batches), stream, task,
              kLargestZero<T>);
+  return cudaGetLastError();
+}
+
+template <typename P>
+int launch_count_batch(void* num_batches, Stream stream) {
+  SBN_LAUNCH(count_batch<P>, 1, stream, static_cast<P*>(num_batches));
   return cudaGetLastError();
 }
 

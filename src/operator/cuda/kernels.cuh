@@ -14,6 +14,7 @@ const CudaKernels& kernels_for() {
                                    launch_backward_sums<T>,
                                    coefficients_size<Arithmetic<T>>,
                                    launch_finish_forward<T>,
+                                   launch_count_batch<Arithmetic<T>>,
                                    launch_finish_backward<Arithmetic<T>>,
                                    launch_normalize<T>,
                                    launch_input_gradient<T>};

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <initializer_list>
+#include <type_traits>
 
 #include "cuda/backend.h"
 #include "cuda/epilogue.cuh"
@@ -24,6 +25,18 @@ inline bool is_aligned(std::initializer_list<const void*> arrays, int bytes) {
   return std::all_of(arrays.begin(), arrays.end(), [bytes](const void* array) {
     return reinterpret_cast<uintptr_t>(array) % bytes == 0;
   });
+}
+
+// Values of a vector of 8 bytes.
+template <typename T>
+constexpr int kHalfWidth = sizeof(T) < 8 ? static_cast<int>(8 / sizeof(T)) : 1;
+
+// Returns f(width), where the width is a constant: that of a vector of 16 bytes, of 8, or 1.
+template <typename T, typename F>
+auto with_width(int width, const F& f) {
+  if (width == 1) return f(std::integral_constant<int, 1>());
+  if (width == kHalfWidth<T>) return f(std::integral_constant<int, kHalfWidth<T>>());
+  return f(std::integral_constant<int, static_cast<int>(16 / sizeof(T))>());
 }
 
 template <typename A>

@@ -6,8 +6,6 @@
 #ifndef GLUON_SYNCBN_CUDA_MAP_CUH_
 #define GLUON_SYNCBN_CUDA_MAP_CUH_
 
-#include <type_traits>
-
 #include "cuda/launch.cuh"
 
 namespace gluon_syncbn {
@@ -205,23 +203,22 @@ int launch_map(const View& view, MapTask task, const EpilogueTask<Arithmetic<T>>
 
 template <typename T, typename F>
 int launch_map(View view, MapTask task, EpilogueTask<Arithmetic<T>> epilogue, Stream stream) {
-  constexpr int kSize = static_cast<int>(sizeof(T)), kHalf = kSize < 8 ? 8 / kSize : 1;
+  constexpr int kSize = static_cast<int>(sizeof(T));
   constexpr int64_t kMost = (int64_t{1} << 29) - 1;
   if (view.size() == 0) return 0;
   int width = width_for(view.S > 1 ? view.S : view.C, kSize);
   while (width > 1 &&
          !is_aligned({task.a, task.b, task.to, epilogue.v, epilogue.dresidual}, width * kSize)) {
-    width = width > kHalf ? kHalf : 1;
+    width = width > kHalfWidth<T> ? kHalfWidth<T> : 1;
   }
   // In parts, as indices of vectors are of type int, and a thread takes steps of several.
   const int64_t sample = view.C * view.S / width, all = view.N, most = kMost / sample;
   if (most == 0) return cudaErrorInvalidValue;
   for (int64_t n = 0; n < all; n += most) {
     view.N = std::min(most, all - n);
-    const auto launch = width == 1       ? launch_map<T, F, 1>
-                        : width == kHalf ? launch_map<T, F, kHalf>
-                                         : launch_map<T, F, 16 / kSize>;
-    const int error = launch(view, task, epilogue, stream);
+    const int error = with_width<T>(width, [&](auto constant) {
+      return launch_map<T, F, constant>(view, task, epilogue, stream);
+    });
     if (error) return error;
     const auto skip = [&](auto* array) {
       const auto next = reinterpret_cast<uintptr_t>(array) + view.size() * sizeof(T);

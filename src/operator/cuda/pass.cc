@@ -4,12 +4,9 @@
 #include "cuda/pass.h"
 
 #include <algorithm>
-#include <exception>
 
 namespace gluon_syncbn {
 namespace {
-
-constexpr int64_t kDoubles = sizeof(Statistics) / sizeof(double);
 
 // What forward and backward have in common: how sums leave the device and come back. Constructors
 // take all memory, so that a device for which it is too little fails before it meets others.
@@ -95,9 +92,7 @@ class GpuPass : public Pass {
 class GpuForward : public GpuPass<ForwardTask> {
  public:
   GpuForward(int device, const std::vector<int>& gpus, const ForwardTask& task)
-      : GpuPass(device, gpus, task, task.parts[0].y != nullptr),
-        kept_(room_for_kept()),
-        before_(cuda_.on_device<double>(2 * C_ + 2)) {}
+      : GpuPass(device, gpus, task, task.parts[0].y != nullptr), kept_(room_for_kept()) {}
 
  private:
   void sum() override {
@@ -109,18 +104,13 @@ class GpuForward : public GpuPass<ForwardTask> {
   void write(const SumsOfDevices& all, const BatchCounts& counts) override {
     // Known only now, as other processes may have all values, or none.
     const bool updates = task_.from_batch && task_.updates && counts.first > 0;
-    cuda_.finish_forward(coefficients_task(all, counts, updates), statistics());
-    try {
-      if (updates && task_.running[2]) cuda_.finish_forward({}, number_of_batches());
-      for (int64_t i = 0; i < batches_ && coefficients_; ++i) {
-        cuda_.normalize(task_.parts[i], coefficients_ + i * coefficients_size_);
-      }
-      // MXNet reads the results as soon as this call returns.
-      cuda_.finish();
-    } catch (const std::exception&) {
-      if (updates) restore_running();
-      throw;
+    cuda_.finish_forward(coefficients_task(all, counts, updates));
+    if (updates && task_.running[2]) cuda_.count_batch(task_.running[2]);
+    for (int64_t i = 0; i < batches_ && coefficients_; ++i) {
+      cuda_.normalize(task_.parts[i], coefficients_ + i * coefficients_size_);
     }
+    // MXNet reads the results as soon as this call returns.
+    cuda_.finish();
     *task_.kept = kept_;
   }
 
@@ -144,13 +134,11 @@ class GpuForward : public GpuPass<ForwardTask> {
     task.beta = task_.parts[0].beta;
     task.reads_y = task_.parts[0].residual || kept_.of_z;
     task.epsilon = task_.epsilon;
+    task.saved = {static_cast<double*>(task_.mean.to), static_cast<double*>(task_.inv_std.to),
+                  task_.mean.add, task_.inv_std.add, task_.rows * C_};
     if (updates) {
-      task.running.mean = task_.running[0];
-      task.running.variance = task_.running[1];
-      task.running.num_batches = task_.running[2];
-      task.running.momentum = task_.rule.momentum;
-      task.running.unbiased = task_.rule.unbiased;
-      task.running.before = before_;
+      const auto [mean, variance, num_batches] = task_.running;
+      task.running = {mean, variance, num_batches, task_.rule.momentum, task_.rule.unbiased};
     }
     if (!task_.from_batch) {
       task.mean = task_.running[0];
@@ -159,50 +147,7 @@ class GpuForward : public GpuPass<ForwardTask> {
     return task;
   }
 
-  Deliveries statistics() const {
-    Deliveries deliveries;
-    const auto deliver = [&](const Result& result, const double* from) {
-      if (!result.to) return;
-      Delivery& delivery = deliveries.items[deliveries.size++];
-      delivery.from = from;
-      delivery.period = batches_ * C_;
-      delivery.stride = kDoubles;
-      delivery.to = result.to;
-      delivery.count = task_.rows * C_;
-      delivery.is_double = true;
-      delivery.add = result.add;
-    };
-    deliver(task_.mean, &kept_.statistics->mean);
-    deliver(task_.inv_std, &kept_.statistics->inv_std);
-    return deliveries;
-  }
-
-  Delivery running(int array, const double* from, int64_t size) const {
-    Delivery delivery;
-    delivery.from = from;
-    delivery.to = task_.running[array];
-    delivery.period = delivery.count = size;
-    delivery.is_double = has_double_parameters(task_.dtype);
-    return delivery;
-  }
-
-  // Behind the old values is the new number.
-  Deliveries number_of_batches() const { return {1, {running(2, before_ + 2 * C_ + 1, 1)}}; }
-
-  void restore_running() {
-    Deliveries old{2, {running(0, before_, C_), running(1, before_ + C_, C_)}};
-    if (task_.running[2]) old.items[old.size++] = running(2, before_ + 2 * C_, 1);
-    try {
-      cuda_.finish_forward({}, old);
-      cuda_.finish();
-    } catch (const std::exception&) {
-      // The device and its memory are lost.
-    }
-  }
-
   const Kept kept_;
-  // The old running mean and variance, and the old and new number of batches.
-  double* const before_;
 };
 
 class GpuBackward : public GpuPass<BackwardTask> {

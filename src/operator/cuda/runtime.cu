@@ -1,7 +1,6 @@
 // The CUDA backend of backend.h: functions of the runtime in plain types, so that only .cu files
 // need CUDA's headers.
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 
 #include "cuda/backend.h"
 #include "numerics/dtypes.h"
@@ -19,30 +18,10 @@ const CudaKernels& kernels_of(DType dtype) {
 
 namespace {
 
-// Only the driver API knows this. By now the runtime has loaded the driver's library. This library
-// is not linked to it, so that it loads on machines without a driver.
-int has_context(int* active, int device) {
-  using Get = int (*)(int* handle, int ordinal);
-  using GetState = int (*)(int handle, unsigned* flags, int* active);
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  static const Get get = driver ? reinterpret_cast<Get>(dlsym(driver, "cuDeviceGet")) : nullptr;
-  static const GetState get_state =
-      driver ? reinterpret_cast<GetState>(dlsym(driver, "cuDevicePrimaryCtxGetState")) : nullptr;
-  int handle = 0;
-  unsigned flags = 0;
-  *active = 0;
-  if (!get || !get_state || get(&handle, device) || get_state(handle, &flags, active)) {
-    return cudaErrorInitializationError;
-  }
-  return cudaSuccess;
-}
-
 // By name, as functions of one type could take each other's place.
 CudaRuntime runtime() {
   CudaRuntime r{};
-  r.get_device = [](auto... a) -> int { return cudaGetDevice(a...); };
   r.set_device = [](auto... a) -> int { return cudaSetDevice(a...); };
-  r.has_context = has_context;
   r.malloc = [](auto... a) -> int { return cudaMalloc(a...); };
   r.free = [](auto... a) -> int { return cudaFree(a...); };
   r.malloc_host = [](auto... a) -> int { return cudaHostAlloc(a..., cudaHostAllocPortable); };

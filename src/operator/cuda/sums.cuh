@@ -309,14 +309,13 @@ int launch_sums(const View& view, SumsTask task, const EpilogueTask<Arithmetic<T
                 ChannelSums* work, ChannelSums* sums, Stream stream) {
   using A = Arithmetic<T>;
   constexpr bool kBackward = kArrays > 1;
-  constexpr int kSize = static_cast<int>(sizeof(T)), kHalf = kSize < 8 ? 8 / kSize : 1;
+  constexpr int kSize = static_cast<int>(sizeof(T));
   const SumsPlan& plan = task.plan = SumsPlan(view, kSize);
   if (!plan.fits) return cudaErrorInvalidValue;
   task.records = work;
   task.aligned = is_aligned({task.x, task.dy, epilogue.v}, plan.width * kSize);
-  auto* kernel = kernel_of_sums<T, kArrays, 1>(plan);
-  if (plan.width == 16 / kSize) kernel = kernel_of_sums<T, kArrays, 16 / kSize>(plan);
-  if (plan.width == kHalf) kernel = kernel_of_sums<T, kArrays, kHalf>(plan);
+  auto* const kernel = with_width<T>(
+      plan.width, [&](auto width) { return kernel_of_sums<T, kArrays, width>(plan); });
   SBN_LAUNCH(kernel, blocks_for(int64_t{plan.warps} * kWarp), stream, task, epilogue);
   if (const int error = cudaGetLastError()) return error;
   auto* const fold_records = plan.kind == SumsPlan::kValues ? fold<A, kBackward, ChannelSums>

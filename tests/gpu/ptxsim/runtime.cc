@@ -1,4 +1,4 @@
-// The functions of the CUDA runtime that runtime.cu and nvcc's code call, and those of the driver.
+// The functions of the CUDA runtime that runtime.cu and nvcc's code call.
 // What CUDA forbids is refused, or ends the process. Kernels of all devices run one at a time.
 #include <cstdlib>
 #include <string>
@@ -35,9 +35,6 @@ bool can_access(int device, int peer) {
   const std::string& peers = state().peers;
   return device != peer && peers != "none" && (peers != "one way" || device < peer);
 }
-
-// The handle of the driver's library, whatever is at the address.
-char driver;
 
 }  // namespace
 
@@ -145,7 +142,6 @@ int cudaSetDevice(int device) {
   ENTER;
   if (device < 0 || device >= state().devices) return fail(kInvalidDevice);
   current_device = device;
-  state().contexts.insert(device);
   return kSuccess;
 }
 int cudaGetDeviceCount(int* count) {
@@ -247,19 +243,6 @@ int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream) {
   return fill(memory, value, bytes, stream);
 }
 
-// What runtime.cu asks the driver's library, which is not there (linked with --wrap=dlopen,dlsym).
-
-int cuDeviceGet(int* handle, int ordinal) {
-  *handle = ordinal;
-  return kSuccess;
-}
-int cuDevicePrimaryCtxGetState(int handle, unsigned* flags, int* active) {
-  const Lock lock(state().mutex);
-  *flags = 0;
-  *active = static_cast<int>(state().contexts.count(handle));
-  return kSuccess;
-}
-
 // What tests ask of the simulator; see ptxsim.h.
 
 uint64_t ptxsim_calls(const char* name) {
@@ -289,21 +272,5 @@ void ptxsim_work_on_host(const char* name, void* stream, const PtxsimArray* arra
   });
   s.streams.catch_up(stream, device);
 }
+}
 #pragma GCC visibility pop
-
-void* __real_dlopen(const char* name, int flags);
-void* __wrap_dlopen(const char* name, int flags) {
-  if (name && std::string(name) == "libcuda.so.1") return &driver;
-  return __real_dlopen(name, flags);
-}
-
-void* __real_dlsym(void* library, const char* name);
-void* __wrap_dlsym(void* library, const char* name) {
-  if (library != &driver) return __real_dlsym(library, name);
-  const std::string function = name;
-  if (function == "cuDeviceGet") return reinterpret_cast<void*>(cuDeviceGet);
-  if (function == "cuDevicePrimaryCtxGetState")
-    return reinterpret_cast<void*>(cuDevicePrimaryCtxGetState);
-  return nullptr;
-}
-}

@@ -6,7 +6,6 @@
 #include <mutex>
 #include <optional>
 #include <random>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -66,7 +65,6 @@ struct State {
   Streams streams{std::getenv("PTXSIM_STREAMS"), &races};
   std::map<void*, Event> events;
   int devices = 64;
-  std::set<int> contexts;
   Calls calls;
   // See ptxsim_set_peers.
   std::string peers;

@@ -66,6 +66,7 @@ const CudaKernels& kernels_of(DType dtype) {
       COUNT(T, table, CudaKernels::forward_sums, "cudaLaunchKernel");
       COUNT(T, table, CudaKernels::backward_sums, "cudaLaunchKernel");
       COUNT(T, table, CudaKernels::finish_forward, "cudaLaunchKernel");
+      COUNT(T, table, CudaKernels::count_batch, "cudaLaunchKernel");
       COUNT(T, table, CudaKernels::finish_backward, "cudaLaunchKernel");
       COUNT(T, table, CudaKernels::normalize, "cudaLaunchKernel");
       COUNT(T, table, CudaKernels::input_gradient, "cudaLaunchKernel");
@@ -76,17 +77,10 @@ const CudaKernels& kernels_of(DType dtype) {
 }
 
 void map_contexts(CudaRuntime* table) {
-  table->get_device = [](int* context) {
-    *context = current;
-    return 0;
-  };
   table->set_device = [](int context) {
     const int error = real->runtime.set_device(context % cards);
     if (error == 0) current = context;
     return error;
-  };
-  table->has_context = [](int* active, int context) {
-    return real->runtime.has_context(active, context % cards);
   };
   table->can_access_peer = [](int* can, int context, int peer) {
     *can = can_access(context, peer);
@@ -117,7 +111,6 @@ void install() {
   shared.kernels = kernels_of;
   CudaRuntime& table = shared.runtime;
   map_contexts(&table);
-  COUNT(void, table, CudaRuntime::get_device, "cudaGetDevice");
   COUNT(void, table, CudaRuntime::set_device, "cudaSetDevice");
   COUNT(void, table, CudaRuntime::malloc, "cudaMalloc");
   COUNT(void, table, CudaRuntime::free, "cudaFree");

@@ -28,7 +28,6 @@ LIBRARIES = (
     "libnccl.so.2 libnvrtc.so.11.2 libnvToolsExt.so.1"
 ).split()
 HALF_AND_FMA = ["-mfma", "-mf16c"] if platform.machine() == "x86_64" else []
-WRAP = ["-Wl,--wrap=dlopen,--wrap=dlsym"]
 
 
 def compile_simulator(compiler, pool):
@@ -87,7 +86,7 @@ def install(folder, driver, layer, simulator):
         write = [sys.executable, HERE / "write_stubs.py", mxnet / "libmxnet.so", stubs]
         subprocess.run([*write, *simulator, runtime.result()], check=True)
         static = ["-static-libgcc", "-static-libstdc++"]
-        parts = [*simulator, runtime.result(), map_plans.result(), *WRAP, *static]
+        parts = [*simulator, runtime.result(), map_plans.result(), *static]
         cudart = link_in_place_of_cuda(CUDART, *parts)
         libraries = LIBRARIES[driver:]
         for _ in pool.map(link_in_place_of_cuda, libraries, [cudart] * len(libraries)):
@@ -96,7 +95,7 @@ def install(folder, driver, layer, simulator):
         link(mxnet / "libsimgpu_operators.so", operators.result(), *links)
         link(folder / "libgluon_syncbn.so", kernel_api, *layer, cudart)
         # With a simulator of its own, in place of the CUDA of real GPUs.
-        own = [*layer, *simulator, "-Wl,-Bsymbolic", *WRAP]
+        own = [*layer, *simulator, "-Wl,-Bsymbolic"]
         link(folder / "libcards.so", kernel_api, cards, *own)
 
 

@@ -147,7 +147,7 @@ class OnDevice {
     finish.epsilon = kEpsilon;
     finish.sums = {1, {sums.data()}};
     finish.counts = {count, count, 1};
-    MUST(kernels().finish_forward(finish, {}, the_stream()));
+    MUST(kernels().finish_forward(finish, the_stream()));
     return s.get();
   }
 
@@ -167,7 +167,7 @@ class OnDevice {
     ForwardFinish finish(shard, 1, {statistics.data()});
     finish.beta = shard.beta;
     finish.coefficients = coefficients.data();
-    MUST(kernels().finish_forward(finish, {}, the_stream()));
+    MUST(kernels().finish_forward(finish, the_stream()));
     MUST(kernels().normalize(shard, coefficients.data(), the_stream()));
     MUST(cuda().synchronize(the_stream()));
   }
@@ -223,7 +223,7 @@ class OnDevice {
       ForwardFinish finish(shard, 1, kept);
       finish.beta = shard.beta;
       finish.reads_y = shard.y != nullptr;
-      MUST(device.kernels().finish_forward(finish, {}, the_stream()));
+      MUST(device.kernels().finish_forward(finish, the_stream()));
     }
   };
 

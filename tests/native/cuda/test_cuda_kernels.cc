@@ -134,7 +134,7 @@ void given_statistics_are_those_of_the_host() {
   finish.mean = finish.beta = means.data();
   finish.variance = variances.data();
   finish.epsilon = kEpsilon;
-  MUST(cuda_backend()->kernels(Type<T>::kDType).finish_forward(finish, {}, the_stream()));
+  MUST(cuda_backend()->kernels(Type<T>::kDType).finish_forward(finish, the_stream()));
   const std::vector<Statistics> result = device.get();
   for (size_t c = 0; c < 3; ++c) {
     const Statistics host = given_statistics(mean[c], variance[c], kEpsilon);
