@@ -21,30 +21,20 @@ int with_kernels(int dtype, const F& f) {
   return backend ? f(backend->kernels(static_cast<DType>(dtype))) : kNoBackend;
 }
 
-SumsOfDevices sums_of(int devices, int64_t C, const ChannelSums* sums) {
-  SumsOfDevices all;
-  for (; all.size < devices; ++all.size) all.each[all.size] = sums + all.size * C;
-  return all;
-}
-
-WriteMode mode_of(int add) { return add ? WriteMode::kAdd : WriteMode::kWrite; }
-
-ForwardShard forward_shard(const View& view, const void* x, void* y, int add) {
+ForwardShard forward_shard(const View& view, const void* x, void* y) {
   ForwardShard shard;
   shard.view = view;
   shard.x = x;
   shard.y = y;
-  shard.mode = mode_of(add);
   return shard;
 }
 
-BackwardShard backward_shard(const View& view, const void* dy, const void* x, void* dx, int add) {
+BackwardShard backward_shard(const View& view, const void* dy, const void* x, void* dx) {
   BackwardShard shard;
   shard.view = view;
   shard.dy = dy;
   shard.x = x;
   shard.dx = dx;
-  shard.mode = mode_of(add);
   return shard;
 }
 
@@ -76,17 +66,16 @@ SBN_EXPORT int gluon_syncbn_cuda_backward_sums(int dtype, int64_t N, int64_t C, 
                                                ChannelSums* sums, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     const ForBackward kept{const_cast<Statistics*>(statistics), nullptr, nullptr};
-    const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, nullptr, 0);
+    const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, nullptr);
     return k.backward_sums(shard, kept, 0, work, sums, stream);
   });
 }
 
-// `sums` has the C sums of each device, and `count` is that of all devices.
-SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int devices,
-                                                const ChannelSums* sums, double count,
-                                                double epsilon, const void* gamma, const void* beta,
-                                                Statistics* statistics, void* coefficients,
-                                                Stream stream) {
+// Of one device, with `count` values of each channel.
+SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, const ChannelSums* sums,
+                                                double count, double epsilon, const void* gamma,
+                                                const void* beta, Statistics* statistics,
+                                                void* coefficients, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     ForwardFinish finish;
     finish.C = C;
@@ -96,25 +85,24 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_forward(int dtype, int64_t C, int device
     finish.beta = beta;
     finish.coefficients = coefficients;
     finish.epsilon = epsilon;
-    finish.sums = sums_of(devices, C, sums);
+    finish.sums = {1, {sums}};
     finish.counts = {count, count, 1};
     return k.finish_forward(finish, stream);
   });
 }
 
 SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Statistics* statistics,
-                                                 const void* gamma, const ChannelSums* own_sums,
-                                                 int devices, const ChannelSums* sums, double count,
-                                                 void* coefficients, void* dgamma, void* dbeta,
-                                                 Stream stream) {
+                                                 const void* gamma, const ChannelSums* sums,
+                                                 double count, void* coefficients, void* dgamma,
+                                                 void* dbeta, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
     BackwardFinish finish;
     finish.C = C;
     finish.batches = 1;
     finish.kept.statistics = const_cast<Statistics*>(statistics);
     finish.gamma = gamma;
-    finish.own_sums = own_sums;
-    finish.sums = sums_of(devices, C, sums);
+    finish.own_sums = sums;
+    finish.sums = {1, {sums}};
     finish.counts = {count, count, 1};
     finish.coefficients = coefficients;
     finish.dgamma = dgamma;
@@ -125,19 +113,18 @@ SBN_EXPORT int gluon_syncbn_cuda_finish_backward(int dtype, int64_t C, const Sta
 
 SBN_EXPORT int gluon_syncbn_cuda_normalize(int dtype, int64_t N, int64_t C, int64_t S, int64_t R,
                                            const void* x, const void* coefficients, void* y,
-                                           int add, Stream stream) {
+                                           Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    const ForwardShard shard = forward_shard({N, C, S, R}, x, y, add);
+    const ForwardShard shard = forward_shard({N, C, S, R}, x, y);
     return k.normalize(shard, coefficients, stream);
   });
 }
 
 SBN_EXPORT int gluon_syncbn_cuda_input_gradient(int dtype, int64_t N, int64_t C, int64_t S,
                                                 int64_t R, const void* dy, const void* x,
-                                                const void* coefficients, void* dx, int add,
-                                                Stream stream) {
+                                                const void* coefficients, void* dx, Stream stream) {
   return with_kernels(dtype, [&](const CudaKernels& k) {
-    const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, dx, add);
+    const BackwardShard shard = backward_shard({N, C, S, R}, dy, x, dx);
     return k.input_gradient(shard, coefficients, stream);
   });
 }
@@ -150,10 +137,10 @@ SBN_EXPORT int gluon_syncbn_cuda_calls(int device, int dtype, int64_t N, int64_t
                                        void* y, void* dx, void* dgamma, void* dbeta, int rounds) {
   const auto type = static_cast<DType>(dtype);
   const View view{N, C, S, R};
-  ForwardShard forward = forward_shard(view, x, y, 0);
+  ForwardShard forward = forward_shard(view, x, y);
   forward.gamma = gamma;
   forward.beta = beta;
-  BackwardShard backward = backward_shard(view, dy, x, dx, 0);
+  BackwardShard backward = backward_shard(view, dy, x, dx);
   backward.gamma = gamma;
   backward.beta = beta;
   ForwardTask forth;

@@ -73,17 +73,16 @@ class Layer:
     def forward_sums(self):
         self._call("forward_sums", *self.view, self.x, self.work, self.sums)
 
-    def _of_all(self, sums):
-        """The number of devices, which is 1, their sums, and the count of their values."""
-        return ctypes.c_int(1), sums, ctypes.c_double(self.view[0] * self.view[2])
+    def _count(self):
+        return ctypes.c_double(self.view[0] * self.view[2])
 
     def prepare_forward(self):
-        arguments = (*self._of_all(self.sums), ctypes.c_double(1e-5))
+        arguments = (self.sums, self._count(), ctypes.c_double(1e-5))
         arguments += (self.gamma, self.beta, self.statistics, self.coefficients)
         self._call("finish_forward", self.channels, *arguments)
 
     def normalize(self):
-        arguments = (self.x, self.coefficients, self.y, ctypes.c_int(0))
+        arguments = (self.x, self.coefficients, self.y)
         self._call("normalize", *self.view, *arguments)
 
     def backward_sums(self):
@@ -91,12 +90,12 @@ class Layer:
         self._call("backward_sums", *self.view, *arguments)
 
     def prepare_backward(self):
-        arguments = (self.gradient_sums, *self._of_all(self.gradient_sums))
+        arguments = (self.gradient_sums, self._count())
         arguments += (self.gradient_coefficients, self.dgamma, self.dbeta)
         self._call("finish_backward", self.channels, self.statistics, self.gamma, *arguments)
 
     def input_gradient(self):
-        arguments = (self.dy, self.x, self.gradient_coefficients, self.dx, ctypes.c_int(0))
+        arguments = (self.dy, self.x, self.gradient_coefficients, self.dx)
         self._call("input_gradient", *self.view, *arguments)
 
     def calls(self, rounds):

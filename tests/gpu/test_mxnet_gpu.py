@@ -3,7 +3,6 @@ the GPU (sm_90). Memory, engine and autograd work anyway. So arrays come from th
 once, gradients are marked by hand, and references are computed in NumPy.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -270,51 +269,3 @@ def test_hybridized(dtype, hybridize):
     y = reference.forward(x, np.ones(5), np.zeros(5)).y
     assert relative_error(got["y 2"], y) <= TOLERANCE[dtype]
     assert relative_error(got["dx 2"], reference.backward(dy, x, np.ones(5)).dx) <= TOLERANCE[dtype]
-
-
-WORKER = """
-import sys
-sys.path[:0] = {paths!r}
-import numpy as np, mxnet as mx
-import gluon_syncbn as sbn
-import test_mxnet_gpu as t
-kv = mx.kv.create("dist_sync")
-sbn.set_default_group(sbn.SyncGroup(store=sbn.distributed.KVStoreReducer(kv)))
-steps = np.load({folder!r} + "/steps.npz")
-halves = [[np.split(steps[name + str(i)], 2)[kv.rank] for name in ("x", "dy")] for i in range(3)]
-for hybridize in (None, dict(static_alloc=True)):
-    layer = t.layer_on([t.GPUS[0]], hybridize)
-    results = t.train(layer, t.GPUS[0], halves)
-    np.savez({folder!r} + "/" + str(bool(hybridize)) + str(kv.rank), **results)
-"""
-
-
-def test_two_processes_on_one_gpu(tmp_path):
-    here = Path(__file__).resolve().parent
-    steps = steps_of(3)
-    names = [f"{name}{i}" for i in range(3) for name in ("x", "dy")]
-    np.savez(tmp_path / "steps.npz", **dict(zip(names, sum(map(list, steps), []))))
-    script = tmp_path / "worker.py"
-    script.write_text(
-        WORKER.format(paths=[str(here), str(here.parent / "support")], folder=str(tmp_path))
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "gluon_syncbn.launch", "-n", "2", str(script)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=80,
-    )
-    assert done.returncode == 0, done.stdout.decode(errors="replace")
-    wanted = train(layer_on(GPUS[:1]), GPUS[0], steps)
-    for hybridized in (False, True):
-        ranks = [np.load(tmp_path / f"{hybridized}{rank}.npz") for rank in (0, 1)]
-        for i in range(3):
-            for name in (f"y {i}", f"dx {i}"):
-                together = np.concatenate([rank[name] for rank in ranks])
-                assert together.tobytes() == wanted[name].tobytes(), name
-        for rank in ranks:
-            for name in ("running_mean", "running_var"):
-                assert rank[name].tobytes() == wanted[name].tobytes(), name
-        for name in ("dgamma", "dbeta"):
-            assert relative_error(ranks[0][name] + ranks[1][name], wanted[name]) <= 4e-6, name

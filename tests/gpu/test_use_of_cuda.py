@@ -1,7 +1,6 @@
 """What the operator asks of CUDA, and what becomes of it when CUDA fails: inside MXNet, on
 simulated GPUs (make test-gpu), which count calls."""
 
-import contextlib
 import ctypes
 import os
 import sys
@@ -293,36 +292,6 @@ def test_any_call_of_cuda_may_fail(function, count, peers):
     if count == 1 or peers:
         unused |= {"cudaHostAlloc", "cudaMemcpyAsync"}
     assert n < 199 and bool(n) == (function not in unused)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_failures_in_a_net(seed):
-    """A step with a failure ends, and training goes on."""
-    random = np.random.RandomState(seed)
-    net = mx.gluon.nn.HybridSequential()
-    net.add(*[sbn.SyncBatchNorm(in_channels=3) for _ in range(3)])
-    net.initialize(ctx=GPUS)
-    net.hybridize(random.rand() < 0.7, static_alloc=random.rand() < 0.5)
-    step(net, GPUS)
-
-    def end(act):
-        for _ in range(3):
-            try:
-                return act()
-            except mx.MXNetError:
-                pass
-        raise AssertionError(seed)
-
-    for _ in range(4):
-        begin = time.monotonic()
-        function = random.choice(FUNCTIONS[2:])
-        fail_next(function.encode(), random.randint(6))
-        with contextlib.suppress(mx.MXNetError):
-            start_step(net, GPUS)
-        end(mx.nd.waitall)
-        fail_next(function.encode(), -1)
-        assert time.monotonic() - begin < 20
-        end(lambda: step(net, GPUS))
 
 
 def test_what_bench_py_times():
