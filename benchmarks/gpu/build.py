@@ -24,6 +24,8 @@ TESTS = ["test_cuda_kernels", "test_cuda_passes"]
 # Of the library, beside setup.py's.
 EXTRA = ["benchmarks/gpu/kernel_api.cc", "tests/gpu/simgpu/cards.cc"]
 HEADERS = ["h", "inc", "cuh", "map"]
+# Bytes of a value.
+SIZES = {"Half": 2, "BFloat16": 2, "float": 4, "double": 8}
 
 
 def setup_py():
@@ -153,20 +155,18 @@ def _accesses(ptx):
 
 
 def narrow(kernels):
-    """Kernels that do not access large arrays in vectors of 16 bytes. They must have all the vector
-    loads that should be in flight, and narrow stores only for both ends of an array."""
+    """Kernels for vectors of 16 bytes that do not access large arrays in whole ones: sums load the
+    eight vectors of a run from each array, and what writes y or dx has no narrow stores."""
     missed = []
     for kernel in kernels:
-        name = kernel["kernel"]
-        if name.startswith(("map_planes", "map_rows")):
-            results = 2 if "GatedGradient" in name else 1
-            wide = kernel["vector_stores"] >= results and kernel["narrow_stores"] <= 2 * results
-            loads = 2 if name.startswith("map_rows") and "InputGradient" not in name else 4
-        elif name.startswith(("sum_planes", "sum_rows")):
-            wide, loads = True, 4 if ", 1, " in name else 8
-        else:
+        found = re.match(r"(map|sum_chunks)<(\w+), (.+), (\d+), \w+>$", kernel["kernel"])
+        if not found or SIZES[found[2]] * int(found[4]) < 16:
             continue
-        if not wide or kernel["vector_loads"] < loads:
+        if found[1] == "map":
+            whole = kernel["vector_stores"] >= 2 and kernel["narrow_stores"] == 0
+        else:
+            whole = kernel["vector_loads"] >= 8 * int(found[3])
+        if not whole:
             missed.append(kernel)
     return missed
 
