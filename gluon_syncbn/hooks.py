@@ -16,9 +16,12 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from mxnet.symbol import Symbol
 
 from . import trainers
+from .distributed.join import bring_nothing
 from .graph import compiled, modules, static_shape
+from .layers import synced_layer
 from .native import failures, library
 from .supervision import exit, limits, waits
+from .training import participants, steps
 
 # Operators whose values decide the shape of the output: a call waits for the inputs.
 _DYNAMIC = ("_contrib_boolean_mask", "_npi_bincount", "_npi_delete", "_npi_unique", "_npx_nonzero")
@@ -58,7 +61,17 @@ _WAITS += [
     (mx.base._LIB, "MXNDArraySave", _SAVE),
     (mx.base._LIB, "MXNDArraySyncCopyFromCPU", waits.noting),
 ]
-_adding = partial(trainers.calling, before=trainers.before_adding_up)
+# What a Trainer's step does before it adds gradients over devices and processes, in this order.
+_adding = partial(
+    trainers.calling,
+    before=[
+        failures.check_step,  # A step that has failed raises here.
+        bring_nothing,
+        synced_layer.watch,
+        steps.end_step,
+        participants.clear_idle,
+    ],
+)
 _HOOKS = [
     (HybridBlock, "_get_graph", compiled.compiling),
     (Symbol, "bind", compiled.numbering),
@@ -72,7 +85,7 @@ _HOOKS = [
     (Trainer, "_init_kvstore", partial(trainers.calling, after=[trainers.use_own_keys])),
     (Trainer, "step", _adding),
     (Trainer, "allreduce_grads", _adding),
-    (Trainer, "_update", partial(trainers.calling, after=trainers.after_update)),
+    (Trainer, "_update", partial(trainers.calling, after=[participants.watch_again])),
     (mx.kv, "create", limits.creating),
 ]
 if "HOROVOD_RANK" in os.environ:

@@ -6,11 +6,6 @@ import weakref
 import mxnet as mx
 from mxnet.gluon import Trainer
 
-from .native import check_step
-
-# Every Trainer calls these with itself: before it adds gradients over devices and processes, and
-# after it has updated its parameters.
-before_adding_up, after_update = [check_step], []
 _trainers = weakref.WeakSet()
 
 
@@ -40,6 +35,16 @@ def last_gradients(parameters):
     """Of the first of the trained, on each device: what a backward writes last, if their order is
     that of a forward."""
     return next((p.list_grad() for p in trained(parameters) if p._grad_stype == "default"), ())
+
+
+def fresh_gradients(parameter):
+    """Whether each device's gradient is new, as MXNet knows it: a Trainer raises where one is not."""
+    return [data._fresh_grad for data in parameter._data]
+
+
+def set_fresh_gradients(parameter, flags):
+    for data, is_fresh in zip(parameter._data, flags):
+        data._fresh_grad = is_fresh
 
 
 def adds_here_alone(trainer):
@@ -116,11 +121,11 @@ def calling(method, before=(), after=()):
 
     @functools.wraps(method)
     def calling(trainer, *args, **kwargs):
-        for function in list(before):
+        for function in before:
             function(trainer)
         result = method(trainer, *args, **kwargs)
         _trainers.add(trainer)
-        for function in list(after):
+        for function in after:
             function(trainer)
         return result
 

@@ -11,7 +11,7 @@ import numpy
 
 from .. import native
 from ..groups.group import default_group
-from ..trainers import before_adding_up, check_trainer, clear, trained
+from ..trainers import check_trainer, clear, fresh_gradients, set_fresh_gradients, trained
 
 # Loops that have begun and not ended, the innermost last.
 _loops = []
@@ -44,14 +44,13 @@ def _set_aside():
     trainers = [trainer for loop in _absent() for trainer in loop._trainers]
     wanted = {p for each in trainers for p in trained(each._params) if p.grad_req == "add"}
     for parameter in trained(wanted ^ set(_aside)):
-        fresh = [data._fresh_grad for data in parameter._data]
+        fresh = fresh_gradients(parameter)
         gradients, request = parameter.list_grad(), parameter.grad_req
         if parameter in wanted:
             gradients, request = [gradient.copy() for gradient in gradients], "write"
         mx.autograd.mark_variables(parameter._data, gradients, request)
         # The Trainer raises where there was no backward.
-        for data, is_fresh in zip(parameter._data, fresh):
-            data._fresh_grad = is_fresh
+        set_fresh_gradients(parameter, fresh)
     _aside.clear()
     _aside.update(wanted)
 
@@ -240,7 +239,8 @@ class _Batches:
             self._steps._leave(self._token)
 
 
-def _before_adding_up(trainer):
+def bring_nothing(trainer):
+    """Lets a Trainer's step add nothing where this process has joined."""
     if _loops:
         _loops[-1]._count_step(trainer)
     absent = _absent()
@@ -252,9 +252,6 @@ def _before_adding_up(trainer):
     for parameter in trained(trainer._params) if absent else ():
         for gradient in parameter.list_grad() if parameter.grad_req != "add" else ():
             clear(gradient)
-
-
-before_adding_up.append(_before_adding_up)
 
 
 def _samples(batch):

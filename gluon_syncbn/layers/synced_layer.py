@@ -8,7 +8,7 @@ from mxnet.gluon.parameter import Parameter
 
 from .. import native
 from ..groups.group import default_group, follow_default_group, stop_following
-from ..trainers import before_adding_up, last_gradients, trained
+from ..trainers import last_gradients, trained
 
 
 class _ObservedParameter(Parameter):
@@ -190,7 +190,7 @@ class SyncedLayer(native.Layer):
         return [array for p in parameters for array in (*p._data, *(p._grad or ()))]
 
 
-def _watch(trainer):
+def watch(trainer):
     """Probes what the calls of a Trainer's step write. Later probes are queued behind the Trainer's
     operations and the calls of the next step, which may wait for another device.
 
@@ -211,7 +211,6 @@ def _watch(trainer):
             layer.watch(str(gradient.context), gradient)
 
 
-before_adding_up.append(_watch)
 # {block: its layer}, for blocks that were reverted.
 _left = weakref.WeakKeyDictionary()
 

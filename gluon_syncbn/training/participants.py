@@ -8,7 +8,14 @@ from mxnet.context import Context
 from .. import native
 from ..graph.blocks import check_block
 from ..graph.compiled import layers_of
-from ..trainers import after_update, before_adding_up, check_trainer, clear, trained, trainers
+from ..trainers import (
+    check_trainer,
+    clear,
+    fresh_gradients,
+    set_fresh_gradients,
+    trained,
+    trainers,
+)
 from . import precise
 from .steps import end_step, take_part
 
@@ -139,7 +146,7 @@ class participants:
         ]
         self._check_devices(held)
         for trainer in trainers():
-            _before_adding_up(trainer)  # as gradients so far belong to the last context
+            clear_idle(trainer)  # as gradients so far belong to the last context
         # Even if whole groups of devices are idle, so that no layer needs to know.
         is_divided = not self._devices or any(map(self._divided, held))
         participants._idle = (self,) if is_divided else ()
@@ -219,9 +226,8 @@ class participants:
         for parameter in self._trained(trainer):
             is_divided = not self._devices or self._divided(_devices_of(parameter))
             if is_divided and parameter not in self._was_fresh:
-                self._was_fresh[parameter] = [data._fresh_grad for data in parameter._data]
-                for data in parameter._data:
-                    data._fresh_grad = False
+                self._was_fresh[parameter] = fresh_gradients(parameter)
+                set_fresh_gradients(parameter, [False] * len(parameter._data))
 
     def _bring_nothing(self, trainer):
         """Lets idle devices contribute nothing, where active ones, or other processes, have new
@@ -232,8 +238,8 @@ class participants:
             arrays = list(zip(_devices_of(parameter), parameter._data, parameter.list_grad()))
             active = [data._fresh_grad for device, data, _ in arrays if device in self._devices]
             if not (any(active) or was_fresh and not self._devices):
-                for data, fresh in zip(parameter._data, was_fresh):
-                    data._fresh_grad = data._fresh_grad or fresh
+                now = fresh_gradients(parameter)
+                set_fresh_gradients(parameter, [a or b for a, b in zip(now, was_fresh)])
                 continue
             for device, data, gradient in arrays:
                 if device not in self._devices and not data._fresh_grad:
@@ -299,13 +305,15 @@ def _devices_of(parameter):
     return [str(context) for context in parameter.list_ctx()] if known else []
 
 
-def _before_adding_up(trainer):
+def clear_idle(trainer):
+    """Lets idle devices bring nothing to a Trainer's step."""
     # Those for blocks first, as the other one takes what they clear for a backward.
     for context in reversed(participants._idle):
         context._bring_nothing(trainer)
 
 
-def _after_update(trainer):
+def watch_again(trainer):
+    """The Trainer has made its step."""
     # Blocks are without samples in one step.
     participants._idle = tuple(
         context
@@ -315,7 +323,3 @@ def _after_update(trainer):
     if participants._inside:
         for context in participants._idle:
             context._watch(trainer)
-
-
-before_adding_up.append(_before_adding_up)
-after_update.append(_after_update)

@@ -6,7 +6,6 @@ import weakref
 import mxnet as mx
 
 from .. import native
-from ..trainers import before_adding_up
 
 # Of a call outside graphs that have several nodes of its layer.
 _NO_NODE = -1
@@ -21,9 +20,6 @@ def end_step(trainer=None):
     number = native.end_step([number for two in _of_trainer.values() for number in two])
     if trainer is not None:
         _of_trainer[trainer] = (*_of_trainer.get(trainer, ()), number)[-2:]
-
-
-before_adding_up.append(end_step)
 
 
 def take_part(trainer, layers):
