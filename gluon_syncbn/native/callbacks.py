@@ -1,9 +1,11 @@
 """Functions that the library calls, and texts on their way there and back."""
 
-from .library import Outcome
+import ctypes
 
-# Bytes of an error, with the zero at its end.
-_ERROR_SIZE = Outcome.error.size
+from .library import library as _library
+
+# Kept alive, as the library calls them.
+_callbacks = []
 
 
 def encoded(text):
@@ -25,25 +27,30 @@ def text_of(failure):
     return text or type(failure).__name__
 
 
-def callback(kind):
-    """Makes functions of this type of `library`. Texts come to them as str. Whatever they raise
-    becomes the `Outcome`, as the native caller cannot pass exceptions on."""
+def last_text():
+    """What the last function of the library on this thread has to say, as why it has failed."""
+    return decoded(_library.gluon_syncbn_text())
 
-    def make(function):
-        @kind
-        def call(*arguments):
-            *arguments, outcome = arguments
-            outcome = outcome.contents
-            try:
-                result = function(*(decoded(a) if isinstance(a, bytes) else a for a in arguments))
-                outcome.succeeded = 1
-                return result
-            except BaseException as failure:
-                outcome.succeeded = 0
-                text = encoded(text_of(failure))[: _ERROR_SIZE - 1]
-                outcome.error = text.decode(errors="ignore").encode()
-                return None
 
-        return call
+def callback(function):
+    """Gives the library a function to call, which it declares as ``gluon_syncbn_`` and its name.
+    Texts come as str. Whatever it raises becomes an Outcome, as the native caller cannot pass
+    exceptions on."""
+    name = f"gluon_syncbn_{function.__name__}"
+    kind, _ = _library.declared(name)
 
-    return make
+    @kind
+    def call(*arguments):
+        *arguments, outcome = arguments
+        try:
+            result = function(*(decoded(a) if isinstance(a, bytes) else a for a in arguments))
+            _library.gluon_syncbn_conclude(outcome, None)
+            return result
+        except BaseException as failure:
+            _library.gluon_syncbn_conclude(outcome, encoded(text_of(failure)))
+            return 0
+
+    _callbacks.append(call)
+    address = ctypes.cast(call, ctypes.c_void_p).value
+    ctypes.c_void_p.in_dll(_library, name).value = address
+    return function

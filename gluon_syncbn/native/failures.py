@@ -16,7 +16,6 @@ from .callbacks import decoded, encoded, text_of
 from .library import library as _library
 from .library import mxnet
 
-_MAX_SIZE = 1 << 14
 # What has called layers in training: graphs, and layers by themselves; and the threads that have.
 # Nobody waits while it holds this lock.
 _callers, _threads, _callers_lock = weakref.WeakSet(), weakref.WeakSet(), threading.Lock()
@@ -159,9 +158,7 @@ def _may_recover():
 
 def failure():
     """Why the step has failed, or ""."""
-    text = ctypes.create_string_buffer(_MAX_SIZE)
-    _library.gluon_syncbn_failure(text, _MAX_SIZE)
-    return decoded(text.value)
+    return decoded(_library.gluon_syncbn_failure())
 
 
 def unraised():

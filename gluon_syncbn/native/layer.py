@@ -9,21 +9,10 @@ import uuid
 import weakref
 
 from . import callbacks, threads
-from .callbacks import callback, decoded, encoded
-from .library import (
-    FAILED,
-    MAY_RUN,
-    NAIVE_ENGINE,
-    OPEN,
-    REPORTS,
-    WAITS,
-    WARN,
-    Callbacks,
-    LayerConfig,
-    mxnet,
-)
+from .callbacks import callback, encoded, last_text
+from .library import NAIVE_ENGINE, mxnet
 from .library import library as _library
-from .routes import MAX_ERROR_SIZE, Key
+from .routes import INTERRUPTED, Key
 
 OP_TYPE = "GluonSyncBatchNorm"
 # Graphs carry this UUID, so that those of another process do not find this one's layers.
@@ -42,27 +31,29 @@ _FUNCTIONS = (
 )
 
 
-_on_warning = callback(WARN)(threads.warn)
+@callback
+def on_warning(text):
+    threads.warn(text)
 
 
-@callback(FAILED)
-def _on_failure(layer_id, text):
+@callback
+def on_failure(layer_id, text):
     """A call has ended, as the step has failed. Runs on its thread."""
     layer = _layers.get(layer_id)
     if layer is not None:
         layer.fail(text)
 
 
-@callback(WAITS)
-def _on_waits(layer_id, device):
+@callback
+def on_wait(layer_id, device):
     """A call waits for this device. Runs on its thread."""
     layer = _layers.get(layer_id)
     if layer is not None:
         layer.probe(device)
 
 
-@callback(REPORTS)
-def _on_report(layer_id, device):
+@callback
+def on_report(layer_id, device):
     """A call on this device reports an error to MXNet. Runs on its thread."""
     layer = _layers.get(layer_id)
     written = layer.written().get(device) if layer is not None and layer.is_written else None
@@ -70,8 +61,8 @@ def _on_report(layer_id, device):
         _library.gluon_syncbn_expect_report(written[0].handle)
 
 
-@callback(MAY_RUN)
-def _on_may_run():
+@callback
+def on_may_run():
     """Whether other processes or GPUs may be at work, or MXNet is calling functions of the user's,
     such as custom operators, which may sleep. Runs on a thread of MXNet's that waits."""
     if spans_processes() or "DMLC_ROLE" in os.environ or "horovod" in sys.modules:
@@ -113,8 +104,8 @@ def settle(layers, why="", after_error=False):
     _library.gluon_syncbn_settle(ids, len(ids), begin, encoded(why))
 
 
-@callback(OPEN)
-def _on_open(layer_id, backward, node, title, channels, size):
+@callback
+def on_open(layer_id, backward, node, title, channels, size):
     """Opens the route of a layer's messages. Runs on the thread of the device that arrived last."""
     layer = _layers.get(layer_id)
     if layer is None:
@@ -127,13 +118,7 @@ def _register(mxnet):
     api = (ctypes.c_void_p * len(_FUNCTIONS))(
         *(ctypes.cast(mxnet.base._LIB[name], ctypes.c_void_p) for name in _FUNCTIONS)
     )
-    status = _library.gluon_syncbn_register(
-        api,
-        encoded(PROCESS),
-        NAIVE_ENGINE,
-        HAS_ONEDNN,
-        Callbacks(_on_warning, _on_failure, _on_waits, _on_report, _on_may_run, _on_open),
-    )
+    status = _library.gluon_syncbn_register(api, encoded(PROCESS), NAIVE_ENGINE, HAS_ONEDNN)
     if status != 0:
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
         raise ImportError(f"MXNet did not register the operator {OP_TYPE}: {error}")
@@ -176,7 +161,8 @@ class Layer:
             _kept[self.id] = self
         else:
             _kept.pop(self.id, None)
-        config = LayerConfig(
+        _library.gluon_syncbn_configure(
+            self.id,
             name=encoded(self.name),
             devices=_texts(self.devices),
             device_count=len(self.devices),
@@ -189,7 +175,6 @@ class Layer:
             config_error=encoded(config_error),
             notice=encoded(notice),
         )
-        _library.gluon_syncbn_configure(self.id, config)
 
     def forget(self):
         """Lets the layer be deleted, as nothing is under way any more."""
@@ -284,8 +269,7 @@ def take_part(layer, backward, node, ago, running, momentum, unbiased):
     """Makes an exchange without samples, as one of `exchanges`. running: the running statistics,
     NumPy arrays, which follow a forward. Returns why it has failed, or "", and whether Ctrl-C has
     come meanwhile."""
-    error = ctypes.create_string_buffer(MAX_ERROR_SIZE)
-    interrupted = _library.gluon_syncbn_take_part(
+    status = _library.gluon_syncbn_take_part(
         layer.id,
         backward,
         node,
@@ -295,10 +279,8 @@ def take_part(layer, backward, node, ago, running, momentum, unbiased):
         momentum or 0,
         unbiased,
         (ctypes.c_void_p * 3)(*(array.ctypes.data for array in running)),
-        error,
-        MAX_ERROR_SIZE,
     )
-    return decoded(error.value), interrupted
+    return last_text() if status else "", status == INTERRUPTED
 
 
 def spans_processes():

@@ -6,19 +6,8 @@ import weakref
 from collections import namedtuple
 
 from ..supervision import durations
-from .callbacks import callback, decoded, encoded
-from .library import (
-    ALL_REDUCE,
-    CLOSED,
-    IN_FLIGHT,
-    HorovodArrays,
-    HorovodSums,
-    KVStoreSlots,
-    KVStoreSums,
-    StoreFunction,
-    mxnet,
-    numpy,
-)
+from .callbacks import callback, decoded, encoded, last_text
+from .library import CLOSED, mxnet, numpy
 from .library import library as _library
 
 # How many float32 numbers carry one float64.
@@ -26,9 +15,9 @@ THIRDS = 3
 # Whole numbers of so many bits are added exactly: in float32 and in float64.
 KVSTORE_BITS, HOROVOD_BITS = 24, 53
 # What a wait returns: see mxnet/array_wait.h.
-_WRITTEN, _TIME_IS_UP, _INTERRUPTED, _CLOSED = range(4)
-# More than an `Outcome` holds, with a title before it.
-MAX_ERROR_SIZE = 1 << 14
+_WRITTEN, _TIME_IS_UP, _WAS_INTERRUPTED, _CLOSED = range(4)
+# What functions return that Ctrl-C has ended: see `status_of` in api/declare.h.
+INTERRUPTED = -2
 
 
 class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))):
@@ -76,35 +65,33 @@ class Connection:
     def in_flight(self):
         """The exchanges in flight, and the last that completed: lists of `InFlight`,
         oldest first."""
-        exchanges = [], []
-
-        @callback(IN_FLIGHT)
-        def report(title, key, number, timeout, since, is_open):
-            exchanges[0 if is_open else 1].append(InFlight(title, key, number, timeout, since))
-
-        _or_error(_library.gluon_syncbn_in_flight, self._handle, report)
-        return exchanges
+        in_flight, completed = [], []
+        for entry in decoded(_library.gluon_syncbn_in_flight(self._handle)).split("\x1e")[:-1]:
+            is_open, title, key, number, timeout, since = entry.split("\x1f")
+            exchange = InFlight(title, key, int(number), float(timeout), float(since))
+            (in_flight if is_open == "1" else completed).append(exchange)
+        return in_flight, completed
 
     def kvstore_route(self, key, size, rank, kvstore, number, slots, sums=None):
         """A `Route` through MXNet's KVStore, where its key is `number`. slots: an array of shape
         (processes, `THIRDS`, size) that nothing else uses. sums: the number and the array, of
         `packed_size`, of a key that the store adds up."""
-        arguments = KVStoreSlots(
+        sums_number, sums_array = sums or (0, None)
+        handle = _library.gluon_syncbn_kvstore_route(
+            self._handle,
+            encoded(key),
+            KVSTORE_BITS,
             pushpull=_address(mxnet.base._LIB.MXKVStorePushPull),
             kvstore=kvstore.handle,
-            key=number,
+            number=number,
             rank=rank,
             ranks=len(slots),
             size=size,
             slots=slots.handle,
             thirds=_pointer(slots),
-        )
-        sums_arguments = None
-        if sums is not None:
-            number, array = sums
-            sums_arguments = KVStoreSums(number, array.handle, _pointer(array))
-        handle = _library.gluon_syncbn_kvstore_route(
-            self._handle, encoded(key), KVSTORE_BITS, arguments, sums_arguments
+            sums_number=sums_number,
+            sums_array=sums and sums_array.handle,
+            packed=sums and _pointer(sums_array),
         )
         return Route(handle, len(slots), slots, sums)
 
@@ -115,48 +102,42 @@ class Connection:
         mine = mxnet.nd.empty((1 + size,), dtype=numpy.float64)
         everyone = mxnet.nd.empty((processes * (1 + size),), dtype=numpy.float64)
         everyone.wait_to_read()
-        arrays = [mine, everyone]
-        arguments = HorovodArrays(
+        count = packed_size(size, processes, HOROVOD_BITS) if sums else 0
+        packed, added = (
+            mxnet.nd.zeros((count,), dtype=numpy.float64) if count else None for _ in range(2)
+        )
+        handle = _library.gluon_syncbn_horovod_route(
+            self._handle,
+            encoded(key),
+            HOROVOD_BITS,
             allgather=_address(functions["horovod_mxnet_allgather_async"]),
             ranks=processes,
             size=size,
             input=mine.handle,
             values=_pointer(mine),
             output=everyone.handle,
+            allreduce=_address(functions["horovod_mxnet_allreduce_async"]),
+            operation=operations.Sum,
+            sums_input=packed.handle if count else None,
+            sums_output=added.handle if count else None,
+            packed=_pointer(packed) if count else None,
+            added=_pointer(added) if count else None,
         )
-        sums_arguments = None
-        count = packed_size(size, processes, HOROVOD_BITS) if sums else 0
-        if count:
-            packed, added = (mxnet.nd.zeros((count,), dtype=numpy.float64) for _ in range(2))
-            arrays += [packed, added]
-            sums_arguments = HorovodSums(
-                allreduce=_address(functions["horovod_mxnet_allreduce_async"]),
-                operation=operations.Sum,
-                input=packed.handle,
-                output=added.handle,
-                packed=_pointer(packed),
-                sums=_pointer(added),
-            )
-        handle = _library.gluon_syncbn_horovod_route(
-            self._handle, encoded(key), HOROVOD_BITS, arguments, sums_arguments
-        )
-        return Route(handle, processes, *arrays)
+        return Route(handle, processes, mine, everyone, packed, added)
 
     def shared_memory_route(self, key, size, rank, processes, segment, sums=False):
         """A `Route` between processes of this machine, through the `Segment` of the first. sums:
         whether a layer's messages are to be added up."""
-        handle = _or_error(
-            _library.gluon_syncbn_shared_memory_route,
-            *(self._handle, encoded(key), segment.handle, rank, processes, size, sums),
+        handle = _library.gluon_syncbn_shared_memory_route(
+            self._handle, encoded(key), segment.handle, rank, processes, size, sums
         )
-        return Route(handle, processes)
+        return Route(_checked(handle), processes)
 
     def function_route(self, key, size, rank, processes, exact_bits):
         """A `Route` through `all_reduce`. exact_bits: it adds whole numbers below
         ``2**exact_bits`` exactly; 0 if it may not."""
-        function = StoreFunction(_on_all_reduce, self._id)
         handle = _library.gluon_syncbn_function_route(
-            self._handle, encoded(key), exact_bits, function, rank, processes, size
+            self._handle, encoded(key), exact_bits, self._id, rank, processes, size
         )
         return Route(handle, processes)
 
@@ -170,12 +151,9 @@ class Segment:
     """
 
     def __init__(self, token, file=None):
-        descriptor = ctypes.c_int()
         file = file and encoded(file)
-        self.handle = _or_error(
-            _library.gluon_syncbn_segment, file, encoded(token), ctypes.byref(descriptor)
-        )
-        self.descriptor = descriptor.value
+        self.handle = _checked(_library.gluon_syncbn_segment(file, encoded(token)))
+        self.descriptor = _library.gluon_syncbn_descriptor(self.handle)
 
     def close(self):
         """From now on nobody can open it."""
@@ -205,7 +183,6 @@ class Route:
         Raises RuntimeError, or KeyboardInterrupt if Ctrl-C has ended it."""
         mine = numpy.ascontiguousarray(mine, numpy.float64)
         everyone = numpy.empty((self._processes, mine.size))
-        error = ctypes.create_string_buffer(MAX_ERROR_SIZE)
         status = _library.gluon_syncbn_exchange(
             self.handle,
             encoded(title),
@@ -213,22 +190,21 @@ class Route:
             mine.ctypes.data,
             mine.size,
             everyone.ctypes.data,
-            error,
-            MAX_ERROR_SIZE,
         )
-        if status == -2:
+        if status == INTERRUPTED:
             # Python has raised it in a function that C++ had called.
             _library.gluon_syncbn_abandon()
             raise KeyboardInterrupt
         if status < 0:
-            raise RuntimeError(decoded(error.value))
+            raise RuntimeError(last_text())
         return everyone[:1] if status == 1 else everyone
 
 
-@callback(ALL_REDUCE)
-def _on_all_reduce(store, key, values, rows, size):
+@callback
+def on_all_reduce(store, key, values, rows, size):
     """Adds numbers through a user's function. Runs on the waiting thread."""
-    array = numpy.ctypeslib.as_array(values, (size,))
+    numbers = ctypes.cast(values, ctypes.POINTER(ctypes.c_double))
+    array = numpy.ctypeslib.as_array(numbers, (size,))
     shape = (rows, size // rows) if rows > 1 else (size,)
     # A copy, as the function may keep what it gets.
     array[:] = _connections[store].all_reduce(key, array.reshape(shape).copy()).ravel()
@@ -240,12 +216,10 @@ def packed_size(size, processes, exact_bits):
     return _library.gluon_syncbn_packed_size(size, processes, exact_bits)
 
 
-def _or_error(function, *arguments):
-    """The handle that a function returns. Raises RuntimeError with the error that it writes."""
-    error = ctypes.create_string_buffer(MAX_ERROR_SIZE)
-    handle = function(*arguments, error, MAX_ERROR_SIZE)
+def _checked(handle):
+    """Raises RuntimeError if the function that returned it has failed."""
     if not handle:
-        raise RuntimeError(decoded(error.value))
+        raise RuntimeError(last_text())
     return handle
 
 
@@ -260,7 +234,7 @@ def wait_for(array, check):
             check()
         if waited != _WRITTEN:
             _library.gluon_syncbn_abandon()
-            raise RuntimeError("Interrupted." if waited == _INTERRUPTED else CLOSED)
+            raise RuntimeError("Interrupted." if waited == _WAS_INTERRUPTED else CLOSED)
     finally:
         _library.gluon_syncbn_array_wait_end(wait)
     array.wait_to_read()

@@ -1,5 +1,4 @@
-// Marks the functions that the library exports to gluon_syncbn.native, which declares them in
-// library.py. Strings are UTF-8, and the functions copy them.
+// Marks the functions that the library exports.
 #ifndef GLUON_SYNCBN_API_EXPORTS_H_
 #define GLUON_SYNCBN_API_EXPORTS_H_
 

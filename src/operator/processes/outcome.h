@@ -8,14 +8,9 @@ namespace gluon_syncbn {
 
 // Preset to failure: a function that does not come to its end, whatever the reason, has failed.
 struct Outcome {
-  int succeeded = 0;
-  char error[1 << 13] = "";
-
-  // Why it has failed; "" if it has not.
-  std::string failure() const {
-    if (succeeded) return "";
-    return error[0] ? error : "A function of Python has failed and has not said why.";
-  }
+  bool succeeded = false;
+  // Why it has failed.
+  std::string error = "A function of Python has failed and has not said why.";
 };
 
 }  // namespace gluon_syncbn

@@ -167,7 +167,7 @@ Transports function_transports(const std::string& key, const StoreFunction& func
       Outcome outcome;
       f.all_reduce(f.store, name.c_str(), numbers->data(), rows,
                    static_cast<int64_t>(numbers->size()), &outcome);
-      if (!outcome.succeeded) throw StoreError(outcome.failure());
+      if (!outcome.succeeded) throw StoreError(outcome.error);
     };
     return std::make_unique<StoreTransport>(codec, send, nullptr);
   };

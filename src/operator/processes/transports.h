@@ -1,6 +1,6 @@
 // Transports through MXNet's KVStore, through Horovod, and through a function of the user. The
-// store carries the values of all processes, or adds numbers of FixedPoint. Python owns all handles
-// and mirrors the structs.
+// store carries the values of all processes, or adds numbers of FixedPoint. Python owns all
+// handles.
 #ifndef GLUON_SYNCBN_PROCESSES_TRANSPORTS_H_
 #define GLUON_SYNCBN_PROCESSES_TRANSPORTS_H_
 
@@ -13,10 +13,12 @@
 
 namespace gluon_syncbn {
 
+// MXKVStorePushPull of mxnet/c_api.h.
+using PushPull = int(Handle kvstore, uint32_t num_sent, const int* sent, uint32_t num_fetched,
+                     const int* fetched, Handle* values, Handle* results, int priority);
+
 struct KVStoreSlots {
-  // MXKVStorePushPull of mxnet/c_api.h.
-  int (*pushpull)(Handle kvstore, uint32_t num_sent, const int* sent, uint32_t num_fetched,
-                  const int* fetched, Handle* values, Handle* results, int priority);
+  PushPull* pushpull;
   Handle kvstore;
   int key;
   int rank, ranks;
@@ -35,10 +37,15 @@ struct KVStoreSums {
   float* packed;
 };
 
+// horovod_mxnet_allgather_async and horovod_mxnet_allreduce_async of horovod/mxnet/mpi_ops.h.
+using AllGather = int(Handle* inputs, Handle* outputs, const char* name, int priority,
+                      int process_set, int num_tensors);
+using AllReduce = int(Handle* inputs, Handle* outputs, const char* name, int operation,
+                      int priority, double factor_before, double factor_after, int num_tensors,
+                      int process_set);
+
 struct HorovodArrays {
-  // horovod_mxnet_allgather_async of horovod/mxnet/mpi_ops.h.
-  int (*allgather)(Handle* inputs, Handle* outputs, const char* name, int priority, int process_set,
-                   int num_tensors);
+  AllGather* allgather;
   int ranks;
   // The number of values of each process.
   int64_t size;
@@ -51,9 +58,7 @@ struct HorovodArrays {
 };
 
 struct HorovodSums {
-  // horovod_mxnet_allreduce_async of horovod/mxnet/mpi_ops.h.
-  int (*allreduce)(Handle* inputs, Handle* outputs, const char* name, int operation, int priority,
-                   double factor_before, double factor_after, int num_tensors, int process_set);
+  AllReduce* allreduce;
   // Horovod's constant for a sum.
   int operation;
   // float64 arrays without pending operations, and their memory.
