@@ -70,7 +70,7 @@ def one_process(request, monkeypatch):
     """Other tests leave layers that exchange with processes, with which nothing recovers."""
     layer = sys.modules.get("gluon_syncbn.native.layer")
     if layer and "distributed" not in request.path.parts:
-        monkeypatch.setattr(layer, "_kept", {})
+        monkeypatch.setattr(layer, "_spanning", {})
 
 
 def pytest_report_header():

@@ -118,7 +118,9 @@ def _register(mxnet):
     api = (ctypes.c_void_p * len(_FUNCTIONS))(
         *(ctypes.cast(mxnet.base._LIB[name], ctypes.c_void_p) for name in _FUNCTIONS)
     )
-    status = _library.gluon_syncbn_register(api, encoded(PROCESS), NAIVE_ENGINE, HAS_ONEDNN)
+    status = _library.gluon_syncbn_register(
+        api, encoded(OP_TYPE), encoded(PROCESS), NAIVE_ENGINE, HAS_ONEDNN
+    )
     if status != 0:
         error = mxnet.base.py_str(mxnet.base._LIB.MXGetLastError())
         raise ImportError(f"MXNet did not register the operator {OP_TYPE}: {error}")
@@ -155,12 +157,10 @@ class Layer:
         call in training of this process logs."""
         self.devices = tuple(devices)
         self.open = open
-        # Calls may still be on their way to other processes, which wait for them, when the net is
-        # dropped.
         if open is not None:
-            _kept[self.id] = self
+            _spanning[self.id] = self
         else:
-            _kept.pop(self.id, None)
+            _spanning.pop(self.id, None)
         _library.gluon_syncbn_configure(
             self.id,
             name=encoded(self.name),
@@ -178,7 +178,7 @@ class Layer:
 
     def forget(self):
         """Lets the layer be deleted, as nothing is under way any more."""
-        _kept.pop(self.id, None)
+        _spanning.pop(self.id, None)
 
     def fail(self, text):
         """A step has failed here."""
@@ -243,7 +243,7 @@ def set_joined(joined):
 def end_step(kept):
     """Ends a step of the layers that exchange with other processes, and returns its number. From
     now on `exchanges` knows this one, and those that it has for the `kept` numbers."""
-    layers = list(_kept.values())
+    layers = list(_spanning.values())
     written = [array for layer in layers for array in layer.last_written(_active)]
     handles = (None if array is None else array.handle for array in written)
     return _library.gluon_syncbn_end_step(
@@ -285,12 +285,14 @@ def take_part(layer, backward, node, ago, running, momentum, unbiased):
 
 def spans_processes():
     """Whether any layer exchanges with other processes."""
-    return bool(_kept)
+    return bool(_spanning)
 
 
 _ids = itertools.count()
 _layers = weakref.WeakValueDictionary()
-_kept = {}
+# Those that exchange with other processes. Calls may still be on their way there, where others wait
+# for them, when the net is dropped.
+_spanning = {}
 _active = ()
 HAS_ONEDNN = (
     mxnet.runtime.Features().is_enabled("MKLDNN") and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"

@@ -81,7 +81,7 @@ class Connection:
             self._handle,
             encoded(key),
             KVSTORE_BITS,
-            pushpull=_address(mxnet.base._LIB.MXKVStorePushPull),
+            pushpull=mxnet.base._LIB.MXKVStorePushPull,
             kvstore=kvstore.handle,
             number=number,
             rank=rank,
@@ -103,25 +103,24 @@ class Connection:
         everyone = mxnet.nd.empty((processes * (1 + size),), dtype=numpy.float64)
         everyone.wait_to_read()
         count = packed_size(size, processes, HOROVOD_BITS) if sums else 0
-        packed, added = (
-            mxnet.nd.zeros((count,), dtype=numpy.float64) if count else None for _ in range(2)
-        )
+        packed, added = (mxnet.nd.zeros((count or 1,), dtype=numpy.float64) for _ in range(2))
         handle = _library.gluon_syncbn_horovod_route(
             self._handle,
             encoded(key),
             HOROVOD_BITS,
-            allgather=_address(functions["horovod_mxnet_allgather_async"]),
+            allgather=functions["horovod_mxnet_allgather_async"],
             ranks=processes,
             size=size,
             input=mine.handle,
             values=_pointer(mine),
             output=everyone.handle,
-            allreduce=_address(functions["horovod_mxnet_allreduce_async"]),
+            adds=bool(count),
+            allreduce=functions["horovod_mxnet_allreduce_async"],
             operation=operations.Sum,
-            sums_input=packed.handle if count else None,
-            sums_output=added.handle if count else None,
-            packed=_pointer(packed) if count else None,
-            added=_pointer(added) if count else None,
+            sums_input=packed.handle,
+            sums_output=added.handle,
+            packed=_pointer(packed),
+            added=_pointer(added),
         )
         return Route(handle, processes, mine, everyone, packed, added)
 
@@ -256,10 +255,6 @@ def push_for_others(push, inputs, outputs):
 def store_operations():
     """How many of these operations have begun, and how many have ended."""
     return tuple(map(_library.gluon_syncbn_operations, range(2)))
-
-
-def _address(function):
-    return ctypes.cast(function, ctypes.c_void_p)
 
 
 def _pointer(array):

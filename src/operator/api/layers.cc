@@ -108,11 +108,12 @@ Observer observer_of_python() {
 // The version of the package that this library was built for.
 SBN_API(const char*, gluon_syncbn_version, ()) { return GLUON_SYNCBN_VERSION; }
 
-// Registers the operator. `api`: the functions of mxnet/c_api.h in order. `process_uuid` keeps
-// graphs of other processes from finding the layers of this one. Returns the result of
-// MXCustomOpRegister.
+// Registers the operator of this name. `api`: the functions of mxnet/c_api.h in order.
+// `process_uuid` keeps graphs of other processes from finding the layers of this one. Returns the
+// result of MXCustomOpRegister.
 SBN_API(int, gluon_syncbn_register,
-        (void* const* api, const char* process_uuid, int naive_engine, int onednn)) {
+        (void* const* api, const char* op_type, const char* process_uuid, int naive_engine,
+         int onednn)) {
   std::memcpy(&mxnet, api, sizeof(mxnet));
   globals.uuid = process_uuid;
   globals.naive_engine = naive_engine != 0;
@@ -121,7 +122,7 @@ SBN_API(int, gluon_syncbn_register,
     globals.rendezvous = new Rendezvous;
     globals.rendezvous->observe(observer_of_python());
   }
-  return mxnet.custom_op_register("GluonSyncBatchNorm", create_operator);
+  return mxnet.custom_op_register(op_type, create_operator);
 }
 
 // Call this in the child of a fork, at which no call may have been waiting. Drops the threads and
@@ -231,6 +232,7 @@ SBN_API(const char*, gluon_syncbn_failure, ()) {
   return text_for_python.c_str();
 }
 
+// See text_for_python.
 SBN_API(const char*, gluon_syncbn_text, ()) { return text_for_python.c_str(); }
 
 // Ends a function of Python that C++ has called. error: null if it has succeeded.

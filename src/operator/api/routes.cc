@@ -78,16 +78,16 @@ SBN_API(RoutePtr*, gluon_syncbn_kvstore_route,
                    kvstore_transports(all, packed ? &sums : nullptr, exact_bits));
 }
 
-// The same through Horovod: see HorovodArrays and, if `packed` is not null, HorovodSums.
+// The same through Horovod: see HorovodArrays and, if Horovod `adds`, HorovodSums.
 SBN_API(RoutePtr*, gluon_syncbn_horovod_route,
         (ConnectionPtr* connection, const char* key, int exact_bits, AllGather* allgather,
          int ranks, int64_t size, void* input, double* values, void* output,
-         AllReduce* allreduce, int operation, void* sums_input, void* sums_output, double* packed,
-         double* added)) {
+         int adds, AllReduce* allreduce, int operation, void* sums_input, void* sums_output,
+         double* packed, double* added)) {
   const HorovodArrays arrays{allgather, ranks, size, input, values, output};
   const HorovodSums sums{allreduce, operation, sums_input, sums_output, packed, added};
   return new_route(connection, key, size, ranks,
-                   horovod_transports(key, arrays, packed ? &sums : nullptr, exact_bits));
+                   horovod_transports(key, arrays, adds ? &sums : nullptr, exact_bits));
 }
 
 // Creates a segment or, if `file` is not null, opens another process's. On failure returns null and
