@@ -67,7 +67,7 @@ class Connection:
         oldest first."""
         in_flight, completed = [], []
         for entry in decoded(_library.gluon_syncbn_in_flight(self._handle)).split("\x1e")[:-1]:
-            is_open, title, key, number, timeout, since = entry.split("\x1f")
+            is_open, key, number, timeout, since, title = entry.split("\x1f", 5)
             exchange = InFlight(title, key, int(number), float(timeout), float(since))
             (in_flight if is_open == "1" else completed).append(exchange)
         return in_flight, completed

@@ -32,13 +32,10 @@ def start(function, *arguments, patience=0.0):
 def warn(text):
     """Logs on another thread. The caller must end waits in time, and the thread that holds
     logging's lock may itself be waiting, for an array that it logs, or for who reads the output.
-    Returns whether there was a thread."""
+    Without a thread nothing is logged."""
     global _written
-    try:
+    with contextlib.suppress(RuntimeError):
         _written = start(_log.warning, "%s", text)
-    except RuntimeError:
-        return False
-    return True
 
 
 def wait_for_warnings(seconds):

@@ -46,15 +46,15 @@ SBN_API(void, gluon_syncbn_unlock_calls, (ConnectionPtr* connection)) {
   (*connection)->calls.unlock();
 }
 
-// The entries of InFlightExchanges, each of which ends with ASCII's record separator, and each
-// field with its unit separator.
+// The entries of InFlightExchanges, each of which ends with ASCII's record separator. Its unit
+// separator is between their fields, of which the last is the user's text.
 SBN_API(const char*, gluon_syncbn_in_flight, (ConnectionPtr* connection)) {
   std::ostringstream text;
   text.imbue(std::locale::classic());
   text.precision(17);
   for (const auto& entry : (*connection)->in_flight.entries()) {
-    text << entry.open << '\x1f' << entry.title << '\x1f' << entry.key << '\x1f' << entry.number
-         << '\x1f' << entry.timeout_seconds << '\x1f' << entry.since << '\x1e';
+    text << entry.open << '\x1f' << entry.key << '\x1f' << entry.number << '\x1f'
+         << entry.timeout_seconds << '\x1f' << entry.since << '\x1f' << entry.title << '\x1e';
   }
   text_for_python = text.str();
   return text_for_python.c_str();
