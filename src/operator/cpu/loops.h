@@ -1,5 +1,5 @@
-// The loops of loops.inc and rows.inc, compiled for several instruction sets, and the choice among
-// these at run time. For kernels.cc alone.
+// The loops of sums.inc, map.inc and rows.inc, compiled for several instruction sets, and the choice
+// among these at run time. For kernels.cc alone.
 #ifndef GLUON_SYNCBN_CPU_LOOPS_H_
 #define GLUON_SYNCBN_CPU_LOOPS_H_
 
@@ -116,7 +116,8 @@ struct Loops {
 };
 
 namespace baseline {
-#include "cpu/loops.inc"
+#include "cpu/sums.inc"
+#include "cpu/map.inc"
 #include "cpu/rows.inc"
 }  // namespace baseline
 
@@ -129,7 +130,8 @@ namespace baseline {
 #endif
 #define SBN_F16C
 namespace avx2 {
-#include "cpu/loops.inc"
+#include "cpu/sums.inc"
+#include "cpu/map.inc"
 #include "cpu/rows.inc"
 }  // namespace avx2
 #if defined(__clang__)
@@ -143,7 +145,8 @@ namespace avx2 {
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 namespace avx512 {
-#include "cpu/loops.inc"
+#include "cpu/sums.inc"
+#include "cpu/map.inc"
 #include "cpu/rows.inc"
 }  // namespace avx512
 #if defined(__clang__)
