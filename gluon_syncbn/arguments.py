@@ -6,7 +6,7 @@ import os
 
 import numpy
 
-from .supervision import durations
+from . import durations
 
 TIMEOUT_VARIABLE = "GLUON_SYNCBN_TIMEOUT"
 

@@ -19,8 +19,8 @@ from . import trainers
 from .distributed.join import bring_nothing
 from .graph import compiled, modules, static_shape
 from .layers import synced_layer
-from .native import failures, library
-from .supervision import exit, limits, waits
+from .native import failures, library, waits
+from .supervision import exit, limits
 from .training import participants, steps
 
 # Operators whose values decide the shape of the output: a call waits for the inputs.

@@ -38,7 +38,7 @@ def last_gradients(parameters):
 
 
 def fresh_gradients(parameter):
-    """Whether each device's gradient is new, as MXNet knows it: a Trainer raises where one is not."""
+    """Whether the gradient of each device is new, as MXNet knows it: a Trainer raises if not."""
     return [data._fresh_grad for data in parameter._data]
 
 

@@ -7,9 +7,10 @@ import mxnet as mx
 import numpy
 from mxnet_launch.runner import free_stores, prepare_shutdown
 
-from .. import native
+from .. import durations, native
 from ..arguments import seconds
-from ..supervision import durations, limits, waits
+from ..native import waits
+from ..supervision import limits
 from ..supervision.limits import call_within
 from ..trainers import OF_KEYS
 from .reducer import Reducer

@@ -6,10 +6,11 @@ import reprlib
 import mxnet as mx
 import numpy
 
-from .. import native
+from .. import durations, native
 from ..arguments import seconds
 from ..groups.store import Store
-from ..supervision import durations, exit, waits
+from ..native import waits
+from ..supervision import exit
 from ..supervision.member import Member
 from ..supervision.watcher import Watcher
 from .shared_memory import SharedMemory

@@ -10,8 +10,7 @@ import functools
 import threading
 import weakref
 
-from ..supervision import waits
-from . import layer
+from . import layer, waits
 from .callbacks import decoded, encoded, text_of
 from .library import library as _library
 from .library import mxnet

@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections import namedtuple
 
-from ..supervision import durations
+from .. import durations
 from .callbacks import callback, decoded, encoded, last_text
 from .library import CLOSED, mxnet, numpy
 from .library import library as _library

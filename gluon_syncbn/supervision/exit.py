@@ -7,10 +7,10 @@ import signal
 import sys
 import threading
 
-from ..native import failures, threads
+from .. import durations
+from ..native import failures, threads, waits
 from ..native.callbacks import encoded, text_of
 from ..native.library import CLOSED, library
-from . import durations, waits
 
 _log = logging.getLogger("gluon_syncbn")
 _leaving = []

@@ -6,10 +6,11 @@ import threading
 
 import mxnet as mx
 
+from .. import durations
 from ..arguments import seconds
 from ..native import threads
-from . import durations, exit
-from .waits import Clock, bounded
+from ..native.waits import Clock, bounded
+from . import exit
 
 
 def call_within(limit, function, otherwise):

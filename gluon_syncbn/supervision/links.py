@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 
-from . import durations
+from .. import durations
 
 _VERSION = 1
 # Bytes of a message, and those that may wait for a process that does not read.

@@ -8,9 +8,9 @@ import contextlib
 import operator
 import time
 
-from .. import native
-from . import durations, waits
-from .durations import duration
+from .. import durations, native
+from ..durations import duration
+from ..native import waits
 from .records import Exchange, Report
 
 _LONGEST_STATUS = 4000  # characters of an error

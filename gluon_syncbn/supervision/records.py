@@ -3,7 +3,8 @@
 import itertools
 import typing
 
-from .durations import duration
+from ..durations import duration
+from ..native.waits import Place
 
 # How a script has ended.
 FAILED = "failed"
@@ -34,17 +35,6 @@ class Exchange(typing.NamedTuple):
     @property
     def members(self):
         return range(self.first, self.end)
-
-
-class Place(typing.NamedTuple):
-    """Where a thread is: "asnumpy, called at train.py:30", and the seconds that it has stood there;
-    the seconds of these in which it has waited and nothing was completed, or None if it does not
-    wait; and how many of these count as a wait for others."""
-
-    text: str
-    stood: float
-    waited: typing.Optional[float] = None
-    counted: float = 0.0
 
 
 class Report(typing.NamedTuple):

@@ -10,13 +10,13 @@ import os
 import threading
 import weakref
 
-from .. import native
+from .. import durations, native
 from ..native import threads
-from . import durations, exit
+from ..native.waits import Clock
+from . import exit
 from .judge import END, VERDICT, WARNING, Judge
 from .links import Hub, Link
 from .records import FAILED, FINISHED, GONE, SILENT, Report
-from .waits import Clock
 
 _ADDRESS_SIZE = 80  # bytes
 

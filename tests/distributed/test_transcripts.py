@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 import pytest
-from gluon_syncbn.supervision import durations
+from gluon_syncbn import durations
 from gluon_syncbn.supervision.judge import Judge
 from gluon_syncbn.supervision.records import FAILED, FINISHED, Exchange, Place, Report
 

@@ -7,8 +7,8 @@ import threading
 import gluon_syncbn as sbn  # noqa: F401
 import mxnet as mx
 import pytest
-from gluon_syncbn import native
-from gluon_syncbn.supervision import durations, waits
+from gluon_syncbn import durations, native
+from gluon_syncbn.native import waits
 from gluon_syncbn.supervision.member import Member
 from programs import wait_until
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from gluon_syncbn.supervision import durations
+from gluon_syncbn import durations
 from gluon_syncbn.supervision import links as connections
 from gluon_syncbn.supervision import watcher as module
 from gluon_syncbn.supervision.member import Member

@@ -6,9 +6,9 @@ import os
 import sys
 import threading
 import time
+import typing
 
-from . import durations
-from .records import Place
+from .. import durations
 
 _THREADING = threading.__file__
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -59,6 +59,17 @@ def note_failure():
     """A wait has raised an error."""
     global failed
     failed += 1
+
+
+class Place(typing.NamedTuple):
+    """Where a thread is: "asnumpy, called at train.py:30", and the seconds that it has stood there;
+    the seconds of these in which it has waited and nothing was completed, or None if it does not
+    wait; and how many of these count as a wait for others."""
+
+    text: str
+    stood: float
+    waited: typing.Optional[float] = None
+    counted: float = 0.0
 
 
 class _Seen:
