@@ -56,4 +56,4 @@ def __getattr__(name):
 if sys.argv[0] == "-m" and "mxnet" not in sys.modules:
     mxnet_compat.after_mxnet.append(_public)
 else:
-    from .public import *
+    from ._public import *

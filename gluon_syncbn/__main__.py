@@ -58,7 +58,7 @@ def _run(options, fail):
             return doctor.switch(options.mxnet_on_import, fail)
         return doctor.doctor()
     try:
-        from . import public  # noqa: F401  It explains what is wrong with MXNet.
+        from . import _public  # noqa: F401  It explains what is wrong with MXNet.
         from .cli import checkpoints
     except ImportError as error:
         fail(error)

@@ -15,8 +15,8 @@ back with the meaning they had. If nothing is missing, as with Python 3.11 and N
 changes.
 """
 
-from .environment import inherit, is_needed, options
-from .hook import after_mxnet, install
+from ._environment import inherit, is_needed, options
+from ._hook import after_mxnet, install
 
 __all__ = ["after_mxnet", "inherit", "is_needed", "options"]
 

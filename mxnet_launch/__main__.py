@@ -59,8 +59,8 @@ import time
 import mxnet_compat
 
 from . import runner
-from .children import Launch, is_blocked, say
-from .environment import (
+from ._children import Launch, is_blocked, say
+from ._environment import (
     LOOPBACK,
     LaunchError,
     Position,

@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def one_process(request, monkeypatch):
     """Other tests leave layers that exchange with processes, with which nothing recovers."""
-    layer = sys.modules.get("gluon_syncbn.native.layer")
+    layer = sys.modules.get("gluon_syncbn.native._layer")
     if layer and "distributed" not in request.path.parts:
         monkeypatch.setattr(layer, "_spanning", {})
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mxnet_compat import is_needed, options
 from mxnet_compat import switch as on_import
 
-from .._version import __version__
+from .. import __version__
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # (distribution, what for). MXNet is required too.

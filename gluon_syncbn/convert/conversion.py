@@ -14,9 +14,9 @@ from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS
 from ..groups.group import is_first_process
 from ..layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
 from ..layers.virtual import VirtualBatchNorm
-from .fusing import fuse_blocks
-from .report import Entry, Report
-from .symbolic import convert_symbol, revert_symbol
+from ._fusing import fuse_blocks
+from ._report import Entry, Report
+from ._symbolic import convert_symbol, revert_symbol
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -76,7 +76,7 @@ def convert_sync_batchnorm(
         Subclasses of ``nn.BatchNorm`` to replace even though they have their own code, which is
         then no longer called.
     return_report : bool, default False
-        Whether to return a :class:`~gluon_syncbn.convert.report.Report` too.
+        Whether to return a :class:`~gluon_syncbn.convert._report.Report` too.
     fuse : bool, default False
         Whether to fuse the relu, leaky relu or addition that follows a normalization into it, and
         with an addition also the activation after it. That saves passes over the data and the
@@ -220,7 +220,7 @@ def revert_sync_batchnorm(net, return_report=False):
     net : Block or Symbol
         A Block is changed in place.
     return_report : bool, default False
-        Whether to return a :class:`~gluon_syncbn.convert.report.Report` too. Its `refused`
+        Whether to return a :class:`~gluon_syncbn.convert._report.Report` too. Its `refused`
         are subclasses of :class:`SyncBatchNorm` with their own code, and layers with
         ``momentum=None`` or ``activation="leaky_relu"``.
 

@@ -16,9 +16,9 @@ failed, the others end at once with an error that names it, otherwise at the tim
 error can be raised, as in the Trainer's messages, the process ends.
 """
 
-from .horovod import HorovodReducer
+from ._horovod import HorovodReducer
+from ._kvstore import KVStoreReducer
+from ._reducer import Reducer
 from .join import join
-from .kvstore import KVStoreReducer
-from .reducer import Reducer
 
 __all__ = ["HorovodReducer", "KVStoreReducer", "Reducer", "join"]

@@ -8,7 +8,7 @@ from mxnet.context import Context
 
 from .. import native
 from ..arguments import error_for, is_whole, seconds
-from .agreement import Processes
+from ._agreement import Processes
 
 
 class _Share(NamedTuple):

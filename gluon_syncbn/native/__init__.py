@@ -2,17 +2,7 @@
 
 # ruff: noqa: F401
 
-from .failures import (
-    begin_training,
-    callers,
-    check_step,
-    finish_calls,
-    give_up,
-    raise_failure,
-    recover,
-    wait_unheard,
-)
-from .layer import (
+from ._layer import (
     HAS_ONEDNN,
     OP_TYPE,
     PROCESS,
@@ -25,7 +15,7 @@ from .layer import (
     spans_processes,
     take_part,
 )
-from .routes import (
+from ._routes import (
     KVSTORE_BITS,
     THIRDS,
     Connection,
@@ -38,5 +28,15 @@ from .routes import (
     store_operations,
     view,
     wait_for,
+)
+from .failures import (
+    begin_training,
+    callers,
+    check_step,
+    finish_calls,
+    give_up,
+    raise_failure,
+    recover,
+    wait_unheard,
 )
 from .threads import warn

@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 
-from . import layer, waits
+from . import _layer, waits
 from .callbacks import decoded, encoded, text_of
 from .library import library as _library
 from .library import mxnet
@@ -45,7 +45,7 @@ def begin_training(caller=None):
         _has_trained = True
         called = _own.called = weakref.WeakSet()
         thread = threading.current_thread()
-        if not layer.is_of_mxnet(thread):
+        if not _layer.is_of_mxnet(thread):
             with _callers_lock:
                 _threads.add(thread)
     if caller is not None and caller not in called:
@@ -71,7 +71,7 @@ def _layers_of(called):
 def check_step(_trainer=None):
     """Raises the error of a step that has failed."""
     # Custom operators run on threads of MXNet's: what they raise, others may get.
-    if _has_failed.value and not layer.is_of_mxnet(threading.current_thread()):
+    if _has_failed.value and not _layer.is_of_mxnet(threading.current_thread()):
         raise_failure()
 
 
@@ -83,7 +83,7 @@ def raise_failure(error=None):
     with _lock:
         # Unless another thread has recovered meanwhile.
         if _raised is None and _has_failed.value:
-            if error is None and not layer.spans_processes():
+            if error is None and not _layer.spans_processes():
                 error = error_of(wait_all())
             _raised = error or mxnet.MXNetError(""), failure()
         error, text = _raised or _last
@@ -91,7 +91,7 @@ def raise_failure(error=None):
         if _may_recover():
             if _raised:
                 _recover()
-        elif not layer.spans_processes():
+        elif not _layer.spans_processes():
             message += (
                 "\nSeveral threads have called layers in training: stop them, and call "
                 "gluon_syncbn.recover()."
@@ -117,7 +117,7 @@ def recover():
     RuntimeError
         If layers share statistics with other processes, which cannot recover: start the job again.
     """
-    if layer.spans_processes():
+    if _layer.spans_processes():
         raise RuntimeError(
             "recover was called where layers share statistics with other processes, which cannot "
             "know what this one leaves out: start the job again, from its last checkpoint."
@@ -147,7 +147,7 @@ def after_fork():
 
 def _may_recover():
     """Whether this thread alone can have calls under way."""
-    if layer.spans_processes():
+    if _layer.spans_processes():
         return _is_unheard
     with _callers_lock:
         living = {thread for thread in _threads if thread.is_alive()}
@@ -195,7 +195,7 @@ def give_up(error):
     call waits for one that the thread has not made."""
     layers = _own_layers()
     if layers and not _has_failed.value:
-        layer.settle(layers, f"The step was given up: {type(error).__name__}: {text_of(error)}")
+        _layer.settle(layers, f"The step was given up: {type(error).__name__}: {text_of(error)}")
     if _has_failed.value and _may_recover():
         _recover()
 
@@ -203,7 +203,7 @@ def give_up(error):
 def finish_calls(why):
     """Waits for all calls so far. The step fails if one waits for a call that this thread has not
     made."""
-    layer.settle(_own_layers(), why)
+    _layer.settle(_own_layers(), why)
     mxnet.nd.waitall()
 
 
@@ -222,7 +222,7 @@ def leaving(leave):
 def _settle_all():
     # An error in inference marks the running statistics of a layer too.
     trained = [each for each in _layers_of(callers()) if len(each.devices) > 1]
-    layer.settle(trained, after_error=True)
+    _layer.settle(trained, after_error=True)
 
 
 def waiting(function, arrays, then_writes=False):
@@ -232,7 +232,7 @@ def waiting(function, arrays, then_writes=False):
     @functools.wraps(function)
     def wait(*arguments):
         waited_for = arrays(*arguments)
-        if waited_for is None or layer.is_of_mxnet(threading.current_thread()):
+        if waited_for is None or _layer.is_of_mxnet(threading.current_thread()):
             return function(*arguments)
         try:
             with waits.noted():
@@ -240,7 +240,7 @@ def waiting(function, arrays, then_writes=False):
                 # Looked at first: once MXNet has raised an error, what is still queued would run,
                 # with what was never written. Where other processes take part, nothing goes on
                 # after one.
-                may_fail = _has_trained and not layer.spans_processes()
+                may_fail = _has_trained and not _layer.spans_processes()
                 if may_fail and any([_holds_error(array) for array in waited_for]):
                     _settle_all()
                     check_step()

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Any, Callable
 
-from .._version import __version__
+from .. import __version__
 
 _MXNET = "1.9.1"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

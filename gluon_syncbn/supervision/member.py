@@ -11,7 +11,7 @@ import time
 from .. import durations, native
 from ..durations import duration
 from ..native import waits
-from .records import Exchange, Report
+from ._records import Exchange, Report
 
 _LONGEST_STATUS = 4000  # characters of an error
 _MOST_IN_FLIGHT, _REMEMBERED = 8, 16

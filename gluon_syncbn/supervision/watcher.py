@@ -14,9 +14,9 @@ from .. import durations, native
 from ..native import threads
 from ..native.waits import Clock
 from . import exit
-from .judge import END, VERDICT, WARNING, Judge
-from .links import Hub, Link
-from .records import FAILED, FINISHED, GONE, SILENT, Report
+from ._judge import END, VERDICT, WARNING, Judge
+from ._links import Hub, Link
+from ._records import FAILED, FINISHED, GONE, SILENT, Report
 
 _ADDRESS_SIZE = 80  # bytes
 

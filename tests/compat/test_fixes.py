@@ -7,15 +7,15 @@ import mxnet as mx
 import numpy as np
 import onnx
 import pytest
-from mxnet_compat import distutils_version, fixes
+from mxnet_compat import _distutils_version, _fixes
 
 
 def test_what_numpy_has_is_left_alone():
     numpy = types.SimpleNamespace(__version__="1.23.5")
-    fixes.add_numpy_names(numpy)
+    _fixes.add_numpy_names(numpy)
     assert vars(numpy) == {"__version__": "1.23.5"}
     numpy = types.SimpleNamespace(__version__="2.5.0", inf=np.inf, nan=np.nan, bool=np.bool_)
-    fixes.add_numpy_names(numpy)
+    _fixes.add_numpy_names(numpy)
     assert numpy.bool is np.bool_ and numpy.int is int
 
 
@@ -27,7 +27,7 @@ def test_numpy_names_mean_what_they_did():
         },
         trapezoid=getattr(np, "trapezoid", None) or np.trapz,
     )
-    fixes.add_numpy_names(numpy)
+    _fixes.add_numpy_names(numpy)
     x = np.array([[3.0, 1.0], [2.0, 2.0]])
     assert (numpy.PINF, numpy.NINF, numpy.Inf) == (np.inf, -np.inf, np.inf)
     assert np.isnan([numpy.NaN, numpy.NAN]).all()
@@ -43,7 +43,7 @@ def test_numpy_names_mean_what_they_did():
 
 
 def test_versions_compare_by_number():
-    loose, strict = distutils_version.LooseVersion, distutils_version.StrictVersion
+    loose, strict = _distutils_version.LooseVersion, _distutils_version.StrictVersion
     assert loose("1.9.1") < loose("1.10") < "2.0.0"
     assert loose("0.10.5.post0") >= loose("0.10.5") > "0.9"
     assert strict("2.5.5") >= strict("1.6.0") and strict("1.9") == "1.9"
@@ -51,9 +51,9 @@ def test_versions_compare_by_number():
 
 
 def test_parameters_of_operators_have_no_types_of_numpy():
-    text = fixes.parameter_text((np.int64(2), [np.float32(0.1), None], "a"))
+    text = _fixes.parameter_text((np.int64(2), [np.float32(0.1), None], "a"))
     assert text == "(2, [0.1, None], 'a')"
-    assert fixes.parameter_text(np.float64(0.1)) == "0.1"
+    assert _fixes.parameter_text(np.float64(0.1)) == "0.1"
     x = mx.nd.arange(6)
     parts = mx.nd.split_v2(x, (np.int64(2), np.int32(4)))
     assert [part.asnumpy().tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
@@ -77,10 +77,10 @@ def test_a_record_with_several_labels():
 
 
 def test_onnx_mapping(monkeypatch):
-    monkeypatch.setattr(fixes, "find_spec", lambda name: None)
+    monkeypatch.setattr(_fixes, "find_spec", lambda name: None)
     monkeypatch.delattr(onnx, "mapping", raising=False)
     monkeypatch.delitem(sys.modules, "onnx.mapping", raising=False)
-    fixes.add_onnx_mapping(onnx)
+    _fixes.add_onnx_mapping(onnx)
     to_onnx, to_numpy = onnx.mapping.NP_TYPE_TO_TENSOR_TYPE, onnx.mapping.TENSOR_TYPE_TO_NP_TYPE
     for name, kind in {"float32": 1, "uint8": 2, "int64": 7, "bool": 9, "float16": 10}.items():
         assert to_onnx[np.dtype(name)] == kind

@@ -8,8 +8,8 @@ import random
 import re
 
 import pytest
-from gluon_syncbn.supervision.judge import END, VERDICT, WARNING, Judge
-from gluon_syncbn.supervision.records import (
+from gluon_syncbn.supervision._judge import END, VERDICT, WARNING, Judge
+from gluon_syncbn.supervision._records import (
     FAILED,
     FINISHED,
     Exchange,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from gluon_syncbn import durations
-from gluon_syncbn.supervision.judge import Judge
-from gluon_syncbn.supervision.records import FAILED, FINISHED, Exchange, Place, Report
+from gluon_syncbn.supervision._judge import Judge
+from gluon_syncbn.supervision._records import FAILED, FINISHED, Exchange, Place, Report
 
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 PERIOD = 0.5

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 from gluon_syncbn import durations
-from gluon_syncbn.supervision import links as connections
+from gluon_syncbn.supervision import _links as connections
 from gluon_syncbn.supervision import watcher as module
+from gluon_syncbn.supervision._records import FAILED
 from gluon_syncbn.supervision.member import Member
-from gluon_syncbn.supervision.records import FAILED
 from gluon_syncbn.supervision.watcher import Watcher
 from programs import wait_until
 

@@ -15,7 +15,7 @@ import types
 
 import psutil
 import pytest
-from mxnet_launch import children, runner
+from mxnet_launch import _children, runner
 from distributed_cluster import needs_horovod
 from launched import ALL_REDUCE, ENDED_SECONDS, SLEEP, TRAIN, alone_here, free_port
 from programs import STARTED_SECONDS, wait_until
@@ -437,7 +437,7 @@ def test_random_signals(seed, command, tmp_path, hangup):
 
 
 def test_after_a_signal_services_stay_for_workers_of_other_machines():
-    launch = children.Launch([], [], 5, serves_others=True)
+    launch = _children.Launch([], [], 5, serves_others=True)
     launch._signals, launch._is_passed_on = [(signal.SIGTERM, time.monotonic())], True
     worker, scheduler = (types.SimpleNamespace(code=lambda code=code: code) for code in (0, None))
     assert launch._obey([worker], [scheduler, worker]) is None
@@ -446,9 +446,9 @@ def test_after_a_signal_services_stay_for_workers_of_other_machines():
 
 def test_two_signals_at_a_time_are_one(monkeypatch):
     """As `timeout` sends them."""
-    launch, times = children.Launch([], [], 5), iter([0.0, 0.1, 0.7])
+    launch, times = _children.Launch([], [], 5), iter([0.0, 0.1, 0.7])
     clock = types.SimpleNamespace(monotonic=lambda: next(times))
-    monkeypatch.setattr(children, "time", clock)
+    monkeypatch.setattr(_children, "time", clock)
     for _ in range(3):
         launch._note_signal(signal.SIGINT, None)
     assert [when for _, when in launch._signals] == [0.0, 0.7]

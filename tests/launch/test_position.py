@@ -8,7 +8,7 @@ import psutil
 import pytest
 from mxnet_launch import __main__ as launch
 from launched import free_port
-from mxnet_launch.environment import LaunchError, Position, find_position, first_host, locate
+from mxnet_launch._environment import LaunchError, Position, find_position, first_host, locate
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_name_that_comes_later(monkeypatch):
         return answer
 
     monkeypatch.setattr(socket, "gethostbyname", resolve)
-    monkeypatch.setattr("mxnet_launch.environment._route_to", lambda *_: "10.0.0.2")
+    monkeypatch.setattr("mxnet_launch._environment._route_to", lambda *_: "10.0.0.2")
     assert locate(Position(1, 2, "job-0"), {}, 10).root == "10.0.0.1"
 
 

@@ -1,11 +1,11 @@
-"""The declarations that the library carries, and what native/layer.py knows of MXNet's."""
+"""The declarations that the library carries, and what native/_layer.py knows of MXNet's."""
 
 import ctypes
 import re
 from pathlib import Path
 
 import pytest
-from gluon_syncbn.native import layer
+from gluon_syncbn.native import _layer
 from gluon_syncbn.native.library import _ctype, library
 
 OPERATOR = Path(__file__).resolve().parents[2] / "src/operator"
@@ -47,6 +47,6 @@ def test_functions_of_mxnet():
         r"struct MXNetApi \{(.*?)\n\};", (OPERATOR / "mxnet/c_api.h").read_text(), re.S
     )
     of_c = [name.replace("_", "") for name in re.findall(r"^  \S.*?\(\*(\w+)\)", body, re.M)]
-    assert len(of_c) == len(layer._FUNCTIONS)
-    for ours, of_mxnet in zip(of_c, layer._FUNCTIONS):
+    assert len(of_c) == len(_layer._FUNCTIONS)
+    for ours, of_mxnet in zip(of_c, _layer._FUNCTIONS):
         assert ours in of_mxnet.lower()

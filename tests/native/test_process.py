@@ -388,7 +388,7 @@ def test_mxnets_engine_may_take_no_more_operations(run):
     """Whichever push after an error fails, nothing hangs and the devices train on."""
     body = """
         import ctypes, types
-        from gluon_syncbn.native import layer as bindings
+        from gluon_syncbn.native import _layer as bindings
 
         PUSH = ctypes.CFUNCTYPE(
             ctypes.c_int, *[ctypes.c_void_p] * 5, ctypes.c_int, ctypes.c_void_p,

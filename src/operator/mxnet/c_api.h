@@ -41,7 +41,7 @@ constexpr int kNoSkip = 7;
 // Run on threads of the engine that belong to no device.
 constexpr int kCpuPrioritized = 3;
 
-// In the order of _FUNCTIONS in gluon_syncbn/native/layer.py.
+// In the order of _FUNCTIONS in gluon_syncbn/native/_layer.py.
 struct MXNetApi {
   int (*custom_op_register)(const char* op_type, PropertyCreator);
   int (*ndarray_get_data)(Handle, void** data);

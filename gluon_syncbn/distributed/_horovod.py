@@ -6,7 +6,7 @@ import functools
 from .. import native
 from ..arguments import seconds
 from ..supervision.limits import call_within
-from .reducer import Reducer
+from ._reducer import Reducer
 
 # A sum goes around Horovod's ring twice and values only once, so with few processes values arrive
 # sooner.

@@ -8,7 +8,7 @@ import sys
 import types
 from importlib.util import find_spec
 
-from .environment import inherit, is_needed
+from ._environment import inherit, is_needed
 
 
 def _before_mxnet():
@@ -82,13 +82,13 @@ def _release(version):
 def add_distutils():
     """``distutils.version``, which is all that MXNet and gluoncv use of distutils. Python 3.12
     removed it; setuptools, where it is installed, brings the whole of it."""
-    from . import distutils_version
+    from . import _distutils_version
 
     distutils = types.ModuleType("distutils", "Added by mxnet_compat.")
     distutils.__path__ = []
-    distutils.version = distutils_version
+    distutils.version = _distutils_version
     sys.modules["distutils"] = distutils
-    sys.modules["distutils.version"] = distutils_version
+    sys.modules["distutils.version"] = _distutils_version
 
 
 def _after_mxnet(mxnet):

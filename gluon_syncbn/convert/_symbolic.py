@@ -4,7 +4,7 @@ from ..graph.fusion import fuse as fuse_graph
 from ..graph.modules import new_layer
 from ..graph.symbol_block import LayerNode, spliced, why_not
 from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS, Graph, make_stock, settings_of
-from .report import Entry, Report
+from ._report import Entry, Report
 
 
 def convert_symbol(symbol, fuse):

@@ -9,10 +9,10 @@ import uuid
 import weakref
 
 from . import callbacks, threads
+from ._routes import INTERRUPTED, Key
 from .callbacks import callback, encoded, last_text
 from .library import NAIVE_ENGINE, mxnet
 from .library import library as _library
-from .routes import INTERRUPTED, Key
 
 OP_TYPE = "GluonSyncBatchNorm"
 # Graphs carry this UUID, so that those of another process do not find this one's layers.

@@ -2,7 +2,7 @@
 
 import sys
 
-# As in fixes.py.
+# As in _fixes.py.
 _FIXED = ("mxnet", "onnx", "PIL.Image")
 # Functions to call once mxnet has been imported.
 after_mxnet = []
@@ -21,9 +21,9 @@ def install():
 
 def _fixes(name):
     """What to call before and after the module is executed."""
-    from . import fixes
+    from . import _fixes
 
-    return fixes.FIXES[name]
+    return _fixes.FIXES[name]
 
 
 class _Finder:

@@ -4,7 +4,7 @@
 
 # First: it explains what is wrong if MXNet or the native library cannot be loaded.
 from . import native  # isort:skip
-from . import distributed, hooks
+from . import _hooks, distributed
 from .convert.contrib import replace_contrib
 from .convert.conversion import convert_sync_batchnorm, revert_sync_batchnorm
 from .convert.freezing import freeze, unfreeze
@@ -17,4 +17,4 @@ from .training.estimator import UnevenBatches
 from .training.participants import participants
 from .training.precise import precise_statistics
 
-hooks.install()
+_hooks.install()

@@ -10,7 +10,7 @@ from ..graph.symbol_block import SyncGraph
 from ..graph.symbols import ExportError, Graph
 from ..graph.trace import last_line, parameters_of, trace
 from ..layers.batch_norm import SyncBatchNorm
-from .report import Entry
+from ._report import Entry
 
 
 def fuse_blocks(found):

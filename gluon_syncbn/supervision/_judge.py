@@ -24,7 +24,7 @@ all have finished their scripts                         none: MXNet may shut dow
 import typing
 
 from ..durations import ALONE, LATER, RECONNECTS, REMAINS, SILENCE, WARN_AFTER, duration
-from .records import FAILED, GONE, SILENT, Report, ranks_text, reasons
+from ._records import FAILED, GONE, SILENT, Report, ranks_text, reasons
 
 # How many exchanges to ask about at once, and the characters of a verdict.
 _MOST_ASKED, _LONGEST = 8, 8000

@@ -13,7 +13,7 @@ from ..native import waits
 from ..supervision import limits
 from ..supervision.limits import call_within
 from ..trainers import OF_KEYS
-from .reducer import Reducer
+from ._reducer import Reducer
 
 # Our keys. Trainers number theirs from 0, and a store's keys are all numbers or all strings.
 # Beyond the last, ps-lite's 32-bit key * 9973 is negative and names a server that does not exist.
