@@ -1,8 +1,7 @@
 """What the package replaces in MXNet, and adds to the process, when it is imported.
 
-In the order of the table in docs/design.md, which says what each is for. Functions of classes are
-replaced in the class: one stored in an object would be shared by its copies, and others replace
-those of a single Trainer.
+docs/design.md lists hooks that are made later. Functions of classes are replaced in the class: one
+stored in an object would be shared by its copies, and others replace those of a single Trainer.
 """
 
 import contextlib
@@ -42,7 +41,8 @@ def _inputs_if_waited_for(operator, count, inputs, *_):
     return inputs[: count.value] if operator.value in _dynamic else None
 
 
-# Where, the name of a function, what wraps it.
+# Functions of MXNet by which Python waits, reads and saves, with the arrays that they read. They
+# note that they wait, and raise the error of a failed step.
 _WAITS = [
     (mx.base._LIB, name, partial(failures.waiting, arrays=arrays))
     for name, arrays in (
@@ -73,19 +73,27 @@ _adding = partial(
     ],
 )
 _HOOKS = [
+    # Fuses the graphs of marked blocks, traces again what a copy of a net, Block.load or `freeze`
+    # has changed, and numbers the nodes of a layer that has several.
     (HybridBlock, "_get_graph", compiled.compiling),
     (Symbol, "bind", compiled.numbering),
     (Symbol, "simple_bind", compiled.numbering),
+    # Refuses op hooks where devices of one process synchronize, and raises a failed step's error.
     (HybridBlock, "_call_cached_op", compiled.calling),
+    # Gives the nodes of a Module layers, and raises a failed step's error.
     (DataParallelExecutorGroup, "__init__", modules.making_layers),
     (DataParallelExecutorGroup, "forward", modules.noting_training),
+    # An exception that leaves autograd.record() gives the step up.
     (mx.autograd._RecordingStateScope, "__exit__", failures.leaving),
+    # With static_shape, our running statistics are data.
     (mx.nd.CachedOp, "__init__", static_shape.with_statistics_as_data),
+    # Each Trainer has keys of its own in a distributed store: MXNet numbers those of all from 0.
     (Trainer, "__init__", partial(trainers.calling, after=[trainers.number_keys])),
     (Trainer, "_init_kvstore", partial(trainers.calling, after=[trainers.use_own_keys])),
     (Trainer, "step", _adding),
     (Trainer, "allreduce_grads", _adding),
     (Trainer, "_update", partial(trainers.calling, after=[participants.watch_again])),
+    # A limit; a second distributed store, which would never return, is refused.
     (mx.kv, "create", limits.creating),
 ]
 if "HOROVOD_RANK" in os.environ:

@@ -2,23 +2,8 @@
 
 The judge is a state machine without clock, thread and socket: it takes reports, broken connections
 and the time, and says what to send. `watcher` does the rest. Its time stands still while its own
-process is stopped, so a job that is suspended as a whole goes on.
-
-====================================================== =========================================
-what the judge knows                                    verdict
-====================================================== =========================================
-the script of a process has failed                      at once
-a process, just heard of, has closed its connection,    after a tenth of the timeout, at most 1 s
-and makes no other
-a process reports nothing                               after the timeout
-a process waits in an exchange, of which a member       after a tenth of the exchange's timeout
-has finished its script
-a process waits in an exchange                          after the exchange's timeout
-a process waits in MXNet or a store                     after the timeout; after ten if it may be
-                                                        computing
-some have finished their scripts, others have not       after ten timeouts
-all have finished their scripts                         none: MXNet may shut down
-====================================================== =========================================
+process is stopped, so a job that is suspended as a whole goes on. The table of what it knows and
+decides is in docs/design.md, "Missing processes".
 """
 
 import typing

@@ -109,15 +109,6 @@ def test_sources_that_are_named_exist(page):
         assert any((root / name).exists() for root in ROOTS), name
 
 
-def test_folders_include_those_alone_that_the_map_lists_below_them():
-    (rooms,) = re.findall(r"^src/operator/\n((?:  .*\n)+)", DESIGN, re.MULTILINE)
-    order = re.findall(r"^  (\w+)/", rooms, re.MULTILINE)
-    for source in OPERATOR.glob("*/**/*.*"):
-        place = order.index(source.relative_to(OPERATOR).parts[0])
-        for name in re.findall(r'^#include "(\w+)/', source.read_text("utf-8"), re.MULTILINE):
-            assert name in order[place:], f"{name_of(source)} includes {name}/"
-
-
 def table(text, head):
     """The rows of the table whose first line begins so: lists of cells, the head first."""
     (lines,) = re.findall(rf"^{re.escape(head)}.*\n(?:^\|.*\n)+", text, re.MULTILINE)
