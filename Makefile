@@ -121,10 +121,11 @@ cuda-report: ## print registers of the CUDA kernels for all architectures; fails
 
 gpu-counts: ## print what the CUDA kernels ask of a GPU, counted on a simulator, and compare it; --write to update
 
-lint: $(ready)lint ## check style and formatting
+lint: $(ready)lint ## check style, formatting and types
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/clang-format --dry-run -Werror $(formatted)
+	@.venv/bin/mypy
 
 format: $(ready)lint ## rewrite the sources as `make lint` wants them
 	.venv/bin/ruff check --fix .
@@ -171,7 +172,7 @@ wheel: $(ready)python ## build a wheel, for Linux with this machine's glibc or a
 	@ls -l dist
 
 clean: ## remove what was built, but no run and not .venv
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache $(library)
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache $(library)
 
 distclean: clean ## remove .venv too
 	rm -rf .venv
