@@ -1,6 +1,5 @@
 """Which processes share a machine, and the memory in which they meet."""
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -16,16 +15,24 @@ class SharedMemory:
 
     address : bytes
         What the others need to know of this process. It has the same length in all processes.
+    why_not : str
+        Why this process shares no memory, or "".
     """
+
+    why_not = ""
 
     def __init__(self, rank):
         self._rank, self._own = rank, None
         token = secrets.token_hex(8)
         machine, descriptor = _NOWHERE, 0
-        if os.environ.get("GLUON_SYNCBN_SHARED_MEMORY") != "0":
-            with contextlib.suppress(OSError, RuntimeError):  # The store can carry all.
+        if os.environ.get("GLUON_SYNCBN_SHARED_MEMORY") == "0":
+            self.why_not = "GLUON_SYNCBN_SHARED_MEMORY=0"
+        else:
+            try:
                 self._own = native.Segment(token)
                 machine, descriptor = _machine(), self._own.descriptor
+            except (OSError, RuntimeError) as error:
+                self.why_not = str(error)
         text = f"{machine} {os.getpid()} {descriptor} {token}"
         self.address = text.encode().ljust(_ADDRESS_SIZE)
 
@@ -41,9 +48,9 @@ class SharedMemory:
                 if rank != self._rank and machine == here != _NOWHERE:
                     file = f"/proc/{process}/fd/{descriptor}"
                     self._segments[rank] = native.Segment(token, file)
-        except RuntimeError:
-            return False
-        return True
+        except RuntimeError as error:
+            self.why_not = str(error)
+        return not self.why_not
 
     def agree(self, opened):
         """Takes what `open` returned in each process. If one failed, no process of its machine

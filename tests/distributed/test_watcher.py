@@ -333,6 +333,7 @@ STRANGERS = {
     "no ASCII": lambda _: b'[1, "\\u00e9\\ud800", 1]\n',
     "no rank": lambda token: b'[1, "%s", 2]\n' % token,
     "too long": lambda token: b'[1, "%s", "%s"]\n' % (token, b"x" * (1 << 18)),
+    "no UTF-8": lambda token: b'[1, "%s", "\xff\xfe"]\n' % token,
     "nesting": lambda _: b"[" * 100000 + b"\n",
 }
 
@@ -378,6 +379,7 @@ def test_slow_strangers_are_dropped_and_block_nobody(new_job, monkeypatch):
     [
         ({}, "127.0.0.1"),
         ({"DMLC_NODE_HOST": "127.0.0.2", "DMLC_PS_ROOT_URI": "127.0.0.3"}, "127.0.0.2"),
+        ({"DMLC_PS_ROOT_URI": "127.0.0.1"}, "127.0.0.1"),
         ({"DMLC_PS_ROOT_URI": "not..a.host"}, "127.0.0.1"),
     ],
 )
