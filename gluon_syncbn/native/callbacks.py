@@ -9,8 +9,9 @@ _callbacks = []
 
 
 def encoded(text):
-    """A text for the library. What UTF-8 lacks, as in the names of some files, is spelled out."""
-    return text.encode(errors="backslashreplace")
+    """A text for the library. What UTF-8 lacks, as in the names of some files, is spelled out, and
+    the zero, which would end it."""
+    return text.replace("\0", r"\0").encode(errors="backslashreplace")
 
 
 def decoded(text):

@@ -114,7 +114,7 @@ RAISED = {
     "not UTF-8": (OSError("/data/b\udce9.jpg"), r"/data/b\\udce9\.jpg$"),
     "unprintable": (Unprintable(), "Unprintable$"),
     "empty": (KeyError(), "KeyError$"),
-    "zero": (ValueError("\0 begins"), "has not said why"),
+    "zero": (ValueError("\0 begins"), r"\\0 begins$"),
     "exit": (SystemExit(3), "3$"),
     "interrupt": (KeyboardInterrupt(), "KeyboardInterrupt$"),
     **{f"cut at {k}": (ValueError("." * k + "\U0001f600" * 3000), "\U0001f600$") for k in range(4)},
