@@ -3,7 +3,6 @@
 launch    the processes of a distributed training; also python -m gluon_syncbn.launch
 export    a checkpoint to stock MXNet and ONNX, folded or not
 convert   a symbol to stock operators
-inspect   a table of the normalization layers of a checkpoint and their running statistics
 doctor    versions, devices, native parts and a test of two devices, with remedies
 
 Each command has --help, and imports only what it needs.
@@ -81,83 +80,61 @@ class _Parser(argparse.ArgumentParser):
 def _parser():
     parser = _Parser(prog="python -m gluon_syncbn", description=__doc__, formatter_class=_FORMATTER)
     parser.add_argument("--version", action="version", version=f"gluon_syncbn {__version__}")
-    choices = "launch|export|convert|inspect|doctor"
+    choices = "launch|export|convert|doctor"
     commands = parser.add_subparsers(dest="command", required=True, metavar=choices)
 
     def add(name, description):
         return commands.add_parser(name, description=description, formatter_class=_FORMATTER)
 
     add("launch", "See python -m gluon_syncbn launch --help.")  # For messages: main() runs it.
-    export = add("export", f"Write a checkpoint for stock MXNet and ONNX Runtime.\n\n{_SOURCE}")
-    _add_source(export)
-    files = "of NAME-symbol.json and NAME-0000.params; with --epoch, the number is the epoch's"
-    export.add_argument("-o", "--output", required=True, metavar="NAME", help=files)
-    export.add_argument(
-        "--fold", action="store_true", help="fold batch normalization into the layers before it"
-    )
-    export.add_argument("--onnx", metavar="FILE", help="write an ONNX model too")
-    export.add_argument(
-        "--any-batch", action="store_true", help="let the ONNX model take any batch size"
-    )
-    export.add_argument(
-        "--input-shape",
-        type=_shape,
-        action="append",
-        metavar="N,C,H,W",
-        help="shape of the input, for the comparison and --onnx; repeat for each input",
-    )
-    export.add_argument("--dtype", choices=_DTYPES, help="convert the parameters")
-
+    _add_export(add("export", f"Write a checkpoint for stock MXNet and ONNX Runtime.\n\n{_SOURCE}"))
     convert = add(
         "convert",
         "Convert a symbol: each kind of batch normalization becomes the stock operator BatchNorm. "
         "With\n--epoch, a checkpoint: also the parameters of that epoch.",
     )
-    convert.add_argument(
-        "file", metavar="FILE", help="a -symbol.json file; with --epoch, its NAME is enough"
-    )
+    file = "a -symbol.json file; with --epoch, its NAME is enough"
+    convert.add_argument("file", metavar="FILE", help=file)
     output = "may be FILE itself; with --epoch, the NAME of both files"
     convert.add_argument("-o", "--output", required=True, metavar="FILE", help=output)
     _add_epoch(convert)
 
-    inspect = add(
-        "inspect",
-        "Print the normalization layers of a checkpoint and the range of their parameters.\n\n"
-        "A channel is dead if its output cannot depend on its input: running "
-        "variance from 0 to 1e-10\nor gamma at most 1e-6. It explodes if a value is not finite, "
-        "the mean is above 1e4, the\nvariance above 1e8, or gamma or beta above 1e3. It is "
-        "negative if its running variance is.\n\n" + _SOURCE + " Or it is a .params\nfile alone.",
-    )
-    _add_source(inspect)
-
     doctor = add("doctor", "Report what is installed, what works, and how to fix what does not.")
     switch = doctor.add_mutually_exclusive_group()
-    for verb, value, text in (
-        (
-            "enable",
-            True,
-            "with Python 3.12 or NumPy 1.24 and newer: let programs import mxnet without "
-            "gluon_syncbn, by a .pth file in this environment",
-        ),
-        ("disable", False, "remove that file"),
-    ):
-        switch.add_argument(
-            f"--{verb}-mxnet-on-import",
-            dest="mxnet_on_import",
-            action="store_const",
-            const=value,
-            help=text,
-        )
+    switch.add_argument(
+        "--enable-mxnet-on-import",
+        dest="mxnet_on_import",
+        action="store_true",
+        default=None,
+        help="with Python 3.12 or NumPy 1.24 and newer: let programs import mxnet without "
+        "gluon_syncbn, by a .pth file in this environment",
+    )
+    switch.add_argument(
+        "--disable-mxnet-on-import",
+        dest="mxnet_on_import",
+        action="store_false",
+        default=None,
+        help="remove that file",
+    )
     return parser
 
 
-def _add_source(parser):
-    parser.add_argument("source", metavar="SOURCE")
+def _add_export(parser):
+    add = parser.add_argument
+    add("source", metavar="SOURCE")
     parameters = parser.add_mutually_exclusive_group()
     parameters.add_argument("--params", metavar="FILE", help="the parameters")
     _add_epoch(parameters)
     inputs = "the symbol's inputs, separated by commas (data, data0, ...)"
-    parser.add_argument("--inputs", metavar="NAMES", help=inputs)
+    add("--inputs", metavar="NAMES", help=inputs)
+    files = "of NAME-symbol.json and NAME-0000.params; with --epoch, the number is the epoch's"
+    add("-o", "--output", required=True, metavar="NAME", help=files)
+    add("--fold", action="store_true", help="fold batch normalization into the layers before it")
+    add("--onnx", metavar="FILE", help="write an ONNX model too")
+    add("--any-batch", action="store_true", help="let the ONNX model take any batch size")
+    shape = "shape of the input, for the comparison and --onnx; repeat for each input"
+    add("--input-shape", type=_shape, action="append", metavar="N,C,H,W", help=shape)
+    add("--dtype", choices=_DTYPES, help="convert the parameters")
 
 
 def _add_epoch(parser):

@@ -37,25 +37,21 @@ def cast_all(graph, arrays, dtype):
 
 
 def input_dtype(graph, symbol, arrays, inputs):
-    """The dtype of the inputs: that of most weights. ExportError if no dtype fits the graph."""
+    """The dtype of the inputs: that of most weights. ExportError if it does not fit the graph."""
     of_norms = _of_norms(graph)
-    dtypes = collections.Counter(
-        np.dtype(array.dtype).name
-        for name, array in arrays.items()
-        if name not in of_norms and np.dtype(array.dtype).kind == "f"
-    )
+    floats = {n: a.dtype for n, a in arrays.items() if np.dtype(a.dtype).kind == "f"}
+    weights = [np.dtype(dtype) for name, dtype in floats.items() if name not in of_norms]
+    dtypes = weights or [np.dtype(dtype) for dtype in floats.values()] or [np.dtype("float32")]
+    [(dtype, _)] = collections.Counter(dtypes).most_common(1)
     known = {name: array.dtype for name, array in arrays.items()}
-    failure = None
-    for dtype in [*(name for name, _ in dtypes.most_common()), "float32", "float64"]:
-        try:
-            symbol.infer_type(**known, **dict.fromkeys(inputs, np.dtype(dtype)))
-            return np.dtype(dtype)
-        except mx.MXNetError as error:
-            failure = failure or error
-    raise ExportError(
-        f"The dtypes of the graph do not match ({last_line(failure)}): the net fixes a dtype "
-        "somewhere. Export it in the dtype that it was built for."
-    ) from failure
+    try:
+        symbol.infer_type(**known, **dict.fromkeys(inputs, dtype))
+    except mx.MXNetError as error:
+        raise ExportError(
+            f"The dtypes of the graph do not match ({last_line(error)}): the net fixes a dtype "
+            "somewhere. Export it in the dtype that it was built for."
+        ) from error
+    return dtype
 
 
 def write_types(graph, arrays):

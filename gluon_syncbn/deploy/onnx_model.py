@@ -8,9 +8,9 @@ import re
 import mxnet as mx
 import numpy as np
 
-from ..graph.symbols import ExportError, Node, is_true
+from ..graph.symbols import ExportError, integers, is_true
 from ..graph.trace import last_line
-from .check import differences, random_inputs, rounded
+from .check import differences, outputs_of_net, rounded, tolerance
 
 # MXNet's converters write operators of version 13. BatchNormalization of 15 also takes float16 data
 # with float32 parameters. From 18 on other operators differ.
@@ -26,9 +26,6 @@ _SAME = {
     "_npx_relu": "relu",
     "_npx_sigmoid": "sigmoid",
 }
-_ADAPTIVE_POOLING = "_contrib_AdaptiveAvgPooling2D"
-# Relative to the largest value of an output. In float16 each layer rounds its output to 11 bits.
-TOLERANCE = {"float16": 3e-2, "float32": 1e-5, "float64": 1e-5}
 
 
 def load_onnx():
@@ -86,13 +83,12 @@ def to_onnx(graph, arrays, shapes, dtype, any_batch):
         )
     types = [onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))] * len(shapes)
     try:
-        _move_channels(graph, arrays, shapes)
         symbol = graph.symbol()
         ordered = [shapes[name] for name in symbol.list_inputs() if name in shapes]
         free = [("batch", *shape[1:]) for shape in ordered] if any_batch else None
         # MXNet's converters print names.
         silent = contextlib.redirect_stdout(io.StringIO())
-        with silent, _patched(onnx, converter, _pooling_sizes(graph, arrays, shapes)):
+        with silent, _patched(onnx, converter, _input_shapes(graph, arrays, shapes)):
             made = converter().create_onnx_graph_proto(
                 symbol,
                 dict(arrays),
@@ -122,19 +118,19 @@ def to_onnx(graph, arrays, shapes, dtype, any_batch):
     return model.SerializeToString()
 
 
-def compare(model, run, values, arrays, shapes, dtype, any_batch):
+def compare(model, symbol, run, values, arrays, shapes, dtype, any_batch):
     """The largest relative error of ONNX Runtime's outputs against a net's on random inputs, with
     any_batch also of two samples more. Raises ExportError if it is above TOLERANCE.
 
     run(values, inputs): the net's outputs for {name: NDArray} and {name: NumPy array}.
     """
-    worst = _compare(model, run, values, arrays, shapes, dtype)
+    worst = _compare(model, symbol, run, values, arrays, shapes, dtype)
     if not any_batch:
         return worst
     more = {name: (shape[0] + 2, *shape[1:]) for name, shape in shapes.items()}
     try:
-        return max(worst, _compare(model, run, values, arrays, more, dtype))
-    except (ExportError, mx.MXNetError) as error:
+        return max(worst, _compare(model, symbol, run, values, arrays, more, dtype))
+    except ExportError as error:
         raise ExportError(
             "The net or its ONNX model does not take inputs of shape "
             f"{', '.join(map(str, more.values()))} ({last_line(error)}): export it for one "
@@ -142,46 +138,45 @@ def compare(model, run, values, arrays, shapes, dtype, any_batch):
         ) from error
 
 
-def _compare(model, run, values, arrays, shapes, dtype):
+def _compare(model, symbol, run, values, arrays, shapes, dtype):
     _, runtime, _ = load_onnx()
-    values, own_dtype = rounded(values, arrays)
-    inputs = random_inputs(shapes, dtype)
-    expected = run(values, {name: x.astype(own_dtype) for name, x in inputs.items()})
-    for number, output in enumerate(expected):
-        if not np.isfinite(output).all():
-            raise ExportError(
-                f"The net's own output {number} is not finite on random input, so no ONNX file was "
-                "written: look for negative variances with python -m gluon_syncbn inspect."
-            )
+    own, own_dtype = rounded(values, arrays)
+    try:
+        inputs, expected = outputs_of_net(run, symbol, own, own_dtype, shapes)
+    except ExportError as why:
+        raise ExportError(
+            f"The ONNX model cannot be compared with the net, as {why}: export without onnx=."
+        ) from why
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     try:
         session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        outputs = session.run(None, {each.name: inputs[each.name] for each in session.get_inputs()})
+        used = {each.name: inputs[each.name].astype(dtype) for each in session.get_inputs()}
+        outputs = session.run(None, used)
     except Exception as error:  # Of several classes that are not exported.
         raise ExportError(f"ONNX Runtime cannot run the model ({_line(error)}).") from error
-    tolerance = TOLERANCE[np.dtype(dtype).name]
-    errors = differences(outputs, expected)
+    largest, errors = tolerance(arrays), differences(outputs, expected)
     for number, error in enumerate(errors):
-        if not error <= tolerance:
+        if not error <= largest:
             raise ExportError(
                 f"ONNX Runtime's output {number} differs from the net's by {error:.2g} of the "
-                f"largest value, more than {tolerance:g}: a converter of MXNet's does not fit this "
+                f"largest value, more than {largest:g}: a converter of MXNet's does not fit this "
                 "net, or the net amplifies rounding. Export without onnx=."
             )
     return max(errors)
 
 
 @contextlib.contextmanager
-def _patched(onnx, converter, sizes):
-    """Makes MXNet check its result against the operators of OPSET, not the newest, and convert
-    adaptive pooling to any size, not only to 1x1."""
+def _patched(onnx, converter, shapes):
+    """Makes MXNet check its result against the operators of OPSET, not the newest, and use the
+    converters below. shapes: of `_input_shapes`."""
     context = onnx.checker.DEFAULT_CONTEXT
     before = context.ir_version, context.opset_imports
     context.ir_version, context.opset_imports = _IR_VERSION, {"": OPSET}
-    own = functools.partial(_convert_adaptive_pooling, onnx, sizes)
     # MXNet prefers converters of the newest version, and has none of this one.
-    converter.registry_[OPSET] = {_ADAPTIVE_POOLING: own}
+    converter.registry_[OPSET] = {
+        operator: functools.partial(convert, onnx, shapes) for operator, convert in _OWN.items()
+    }
     try:
         yield
     finally:
@@ -189,59 +184,48 @@ def _patched(onnx, converter, sizes):
         del converter.registry_[OPSET]
 
 
-def _move_channels(graph, arrays, shapes):
-    """Swaps the axis of each BatchNorm with axis 1, the only one that MXNet's converter takes."""
-    norms = [n for n in graph.nodes() if n.op == "BatchNorm" and n.attrs.get("axis", "1") != "1"]
-    found = _shapes_of([norm.inputs[0] for norm in norms], graph, arrays, shapes)
-    orders = {id(norm): list(range(len(shape))) for norm, shape in zip(norms, found)}
-
-    def change(node):
-        if id(node) not in orders:
-            return None
-        order = orders[id(node)]
-        axis, node.attrs["axis"] = order[int(node.attrs["axis"])], "1"
-        if axis == 1:
-            return None
-        order[1], order[axis] = axis, 1
-        name, axes = node.name, {"axes": str(tuple(order))}
-        node.name = graph.free_name(f"{name}_swapped")
-        node.inputs[0] = Node("transpose", graph.free_name(f"{name}_x"), axes, node.inputs[:1]), 0
-        return Node("transpose", name, axes, [(node, 0)]), 0
-
-    graph.rewrite(change)
-
-
-def _shapes_of(entries, graph, arrays, shapes):
-    """The shapes of entries of a Graph."""
-    if not entries:
-        return []
-    heads, graph.heads = graph.heads, entries
+def _input_shapes(graph, arrays, shapes):
+    """{name of a node that has a converter of ours: shape of its first input}."""
+    nodes = [node for node in graph.nodes() if node.op in _OWN]
+    if not nodes:
+        return {}
+    heads, graph.heads = graph.heads, [node.inputs[0] for node in nodes]
     symbol = graph.symbol()
     graph.heads = heads
     known = {**shapes, **{name: array.shape for name, array in arrays.items()}}
     used = {name: known[name] for name in symbol.list_inputs()}
-    return symbol.infer_shape(**used)[1]
+    return {node.name: shape for node, shape in zip(nodes, symbol.infer_shape(**used)[1])}
 
 
-def _pooling_sizes(graph, arrays, shapes):
-    """{name of a node of adaptive pooling: ((height, width) of its input, of its output)}."""
-    pools = [node for node in graph.nodes() if node.op == _ADAPTIVE_POOLING]
-    entries = [entry for node in pools for entry in (node.inputs[0], (node, 0))]
-    sizes = [shape[2:] for shape in _shapes_of(entries, graph, arrays, shapes)]
-    return {node.name: pair for node, pair in zip(pools, zip(sizes[::2], sizes[1::2]))}
+# Converters, called as MXNet calls its own.
 
 
-def _convert_adaptive_pooling(onnx, sizes, node, outputs_lookup, initializer, **_):
-    """A converter as MXNet calls it. Bins of one size become an AveragePool; others become
-    y = A x B^T, where the rows of A and B average."""
+def _convert_batch_norm(onnx, shapes, node, outputs_lookup, **_):
+    """MXNet's takes axis 1 only. Another axis is swapped with it, and back."""
+    make, name, attrs = onnx.helper.make_node, node["name"], node.get("attrs", {})
+    x, *parameters = (outputs_lookup[number][output].name for number, output, *_ in node["inputs"])
+    epsilon = float(attrs.get("eps", 1e-3))
+    order = list(range(len(shapes[name])))
+    axis = order[int(attrs.get("axis", 1))]
+    if axis == 1:
+        return [make("BatchNormalization", [x, *parameters], [name], name, epsilon=epsilon)]
+    order[1], order[axis] = axis, 1
+    swapped, y = f"{name}_swapped", f"{name}_swapped_y"
+    return [
+        make("Transpose", [x], [swapped], swapped, perm=order),
+        make("BatchNormalization", [swapped, *parameters], [y], y, epsilon=epsilon),
+        make("Transpose", [y], [name], name, perm=order),
+    ]
+
+
+def _convert_adaptive_pooling(onnx, shapes, node, outputs_lookup, initializer, **_):
+    """MXNet's takes size 1 only. This is y = A x B^T, where the rows of A and B average."""
     name, [[number, output, *_]] = node["name"], node["inputs"]
     x = outputs_lookup[number][output]
-    inputs, outputs = sizes[name]
-    if all(size % bins == 0 for size, bins in zip(inputs, outputs)):
-        kernel = [size // bins for size, bins in zip(inputs, outputs)]
-        settings = {"kernel_shape": kernel, "strides": kernel}
-        return [onnx.helper.make_node("AveragePool", [x.name], [name], name, **settings)]
-    a, b = (_averages(*pair).astype(x.dtype) for pair in zip(inputs, outputs))
+    sizes = integers(node.get("attrs", {}).get("output_size", "")) or (1,)
+    a, b = (
+        _averages(size, bins).astype(x.dtype) for size, bins in zip(shapes[name][2:], sizes * 2)
+    )
     rows, columns, pooled = (f"{name}_{part}" for part in ("rows", "columns", "pooled"))
     initializer += [
         onnx.numpy_helper.from_array(a, rows),
@@ -251,6 +235,12 @@ def _convert_adaptive_pooling(onnx, sizes, node, outputs_lookup, initializer, **
         onnx.helper.make_node("MatMul", [rows, x.name], [pooled], pooled),
         onnx.helper.make_node("MatMul", [pooled, columns], [name], name),
     ]
+
+
+_OWN = {
+    "BatchNorm": _convert_batch_norm,
+    "_contrib_AdaptiveAvgPooling2D": _convert_adaptive_pooling,
+}
 
 
 def _averages(size, bins):

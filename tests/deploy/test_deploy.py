@@ -22,7 +22,7 @@ from deploy_nets import (
     sequential,
 )
 from gluon_syncbn.__main__ import main
-from gluon_syncbn.deploy import onnx_model
+from gluon_syncbn.deploy.check import TOLERANCE
 from gluon_syncbn.graph.symbols import Graph, make_stock
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
@@ -121,6 +121,9 @@ def test_nets_are_compared_without_changing_them(tmp_path, caplog):
     net.cast("float16")
     assert sbn.export(net, tmp_path / "m", fold=True).error < 1e-2
     assert not caplog.records
+    inner.dense.weight.set_data(mx.nd.ones((5, 4 * 30 * 30)) * np.nan)
+    assert sbn.export(net, tmp_path / "m").error is None
+    assert "its own output is not finite" in caplog.text
     net.add(nn.HybridLambda(lambda F, x: F.Dropout(x, mode="always")))
     assert sbn.export(net, tmp_path / "m").error is None
     assert "it draws random numbers" in caplog.text
@@ -234,7 +237,7 @@ def test_float16(tmp_path, fold, cast):
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     [output] = session.run(None, {"data": x.astype("float16")})
     assert output.dtype == np.float16
-    assert_outputs([output], expected, onnx_model.TOLERANCE["float16"])
+    assert_outputs([output], expected, TOLERANCE["float16"])
     _, dtypes, _ = load(tmp_path / "m")._cached_graph[1].infer_type(data="float16")
     assert dtypes == [np.float16]
 
