@@ -39,14 +39,14 @@ __all__ = [
 ]
 
 
-def _public():
-    return importlib.import_module(".public", __name__)
+def _load():
+    return importlib.import_module("._public", __name__)
 
 
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_public(), name)
+    return getattr(_load(), name)
 
 
 # While `python -m` looks for the module that it runs, the program's name is "-m". The launcher must
@@ -54,6 +54,6 @@ def __getattr__(name):
 # the doctor reports problems with it. A user's package that is run so gets the whole package when
 # it uses it, or imports MXNet.
 if sys.argv[0] == "-m" and "mxnet" not in sys.modules:
-    mxnet_compat.after_mxnet.append(_public)
+    mxnet_compat.after_mxnet.append(_load)
 else:
     from ._public import *

@@ -22,9 +22,11 @@ from ..graph.symbols import (
 )
 from ..graph.trace import last_line, parameters_of, run, trace
 from ..layers.operator import is_bfloat16
-from . import onnx_model
+from . import _onnx_model
+from ._dtypes import DTYPES, cast_all, input_dtype, write_types
+from ._fold import fold as fold_graph
+from ._values import used_parameters, values_of
 from .check import REPORT, check, likely_shapes
-from .dtypes import DTYPES, cast_all, input_dtype, write_types
 from .files import (
     FileError,
     bytes_writer,
@@ -34,8 +36,6 @@ from .files import (
     tagged,
     write_all,
 )
-from .fold import fold as fold_graph
-from .values import used_parameters, values_of
 
 __all__ = ["ExportError", "Exported", "FileError", "export"]
 
@@ -243,7 +243,7 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
         onnx = os.fspath(onnx)
         if any(os.path.abspath(onnx) == os.path.abspath(path) for path in writers):
             raise ValueError(f"onnx= is {onnx}, which is another file of this export: rename it.")
-        model = onnx_model.to_onnx(graph, arrays, named, dtype_of_inputs, any_batch)
+        model = _onnx_model.to_onnx(graph, arrays, named, dtype_of_inputs, any_batch)
         writers[onnx] = bytes_writer(model)
 
     def compare(temporary):
@@ -255,7 +255,7 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
         error = check(run, values, written, found, all_shapes, title, advice)
         if onnx is not None:
             given = symbol, run, values, arrays, all_shapes, dtype_of_inputs, any_batch
-            onnx_error = onnx_model.compare(model, *given)
+            onnx_error = _onnx_model.compare(model, *given)
 
     write_all(writers, compare)
     return Exported(symbol_file, params_file, onnx, onnx_error, tuple(folded), left, error)
@@ -309,7 +309,7 @@ def check_target(target):
     if target.onnx is not None:
         if target.shapes is None:
             raise ValueError("onnx needs input_shape, such as (1, 3, 224, 224).")
-        onnx_model.load_onnx()
+        _onnx_model.load_onnx()
     elif target.any_batch:
         raise ValueError(
             "any_batch is for ONNX alone: give onnx too. Stock MXNet's files take any."

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from deploy_nets import conv_net, ready, residual, sequential
-from gluon_syncbn.deploy import onnx_model
+from gluon_syncbn.deploy import _onnx_model
 from mxnet.gluon import nn
 from mxnets import needs_onnx
 from tolerances import ONNX, assert_same_bits
@@ -82,10 +82,10 @@ def test_adaptive_pooling(export, size, dtype):
     pool = nn.HybridLambda(lambda F, x: F.contrib.AdaptiveAvgPooling2D(x, output_size=size))
     net = sequential(nn.Conv2D(3, 1, in_channels=3), sbn.SyncBatchNorm(), pool)
     ready(net, (2, 3, 6, 8))
-    before = copy.deepcopy(onnx_model.load_onnx()[2].registry_)
+    before = copy.deepcopy(_onnx_model.load_onnx()[2].registry_)
     export(net, (2, 3, 6, 8), dtype=dtype)
     # MXNet's own exporter does not change.
-    assert onnx_model.load_onnx()[2].registry_ == before
+    assert _onnx_model.load_onnx()[2].registry_ == before
 
 
 @pytest.mark.parametrize("fold", [False, True])
@@ -95,7 +95,7 @@ def test_any_batch(export, fold):
     net.add(nn.Flatten(), nn.Dense(3), sbn.SyncBatchNorm())
     ready(net, (2, 3, 16, 16))
     result = export(net, (2, 3, 16, 16), fold=fold, any_batch=True)
-    session = onnx_model.load_onnx()[1].InferenceSession(result.onnx)
+    session = _onnx_model.load_onnx()[1].InferenceSession(result.onnx)
     for batch in (1, 2, 5):
         x = mx.nd.random.normal(shape=(batch, 3, 16, 16))
         (y,) = session.run(None, {"data": x.asnumpy()})
@@ -145,7 +145,7 @@ def test_every_axis(export, seed):
 def test_a_wrong_converter_is_noticed(assert_refused, monkeypatch):
     # The first output is -1 for each input, like the class of a detector that finds nothing.
     two_heads = nn.HybridLambda(lambda F, x: (F.zeros_like(x) - 1, F.relu(x)))
-    _, _, converter = onnx_model.load_onnx()
+    _, _, converter = _onnx_model.load_onnx()
     monkeypatch.setitem(converter.registry_[12], "relu", converter.registry_[12]["sigmoid"])
     assert_refused(two_heads, (2, 3, 16, 16), r"output 1 differs from the net's by \d")
 
