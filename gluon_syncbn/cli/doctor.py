@@ -34,7 +34,7 @@ _CRASHED = (
     "--force-reinstall --no-deps . in a checkout of it."
 )
 
-_PROBES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probes.py")
+_PROBES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_probes.py")
 _TOLERANCE = 1e-5
 # How two GPUs share sums, by the probe's answer.
 _PATHS = {-1: "", 0: "; GPUs exchange sums through the host", 1: "; GPUs read each other's memory"}
