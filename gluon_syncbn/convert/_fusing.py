@@ -1,8 +1,11 @@
 """Fuses the graphs of a net's blocks, and finds out what there is to fuse."""
 
-import inspect
+from __future__ import annotations
 
-from mxnet.gluon import HybridBlock
+import inspect
+from typing import Sequence
+
+from mxnet.gluon import Block, HybridBlock
 
 from ..graph.blocks import clear_caches, walk
 from ..graph.fusion import fuse, is_fusing, start_fusing, stop_fusing
@@ -13,7 +16,7 @@ from ..layers.batch_norm import SyncBatchNorm
 from ._report import Entry
 
 
-def fuse_blocks(found):
+def fuse_blocks(found: Sequence[tuple[str, Block]]) -> tuple[list[Entry], list[Entry]]:
     """Fuses the graphs of blocks from now on. Returns entries for the fused nodes, and for the
     others."""
     blocks = [block for _, block in found if isinstance(block, HybridBlock)]
@@ -33,8 +36,10 @@ def fuse_blocks(found):
     return result
 
 
-def _what_fuses(found):
-    fused, left, traced = [], [], set()
+def _what_fuses(found: Sequence[tuple[str, Block]]) -> tuple[list[Entry], list[Entry]]:
+    fused: list[Entry] = []
+    left: list[Entry] = []
+    traced: set[int] = set()
     for path, block in found:
         if id(block) in traced or not isinstance(block, HybridBlock):
             continue
@@ -55,7 +60,7 @@ def _what_fuses(found):
     return fused, left
 
 
-def _count_inputs(block):
+def _count_inputs(block: HybridBlock) -> int:
     """The number of arrays that a call of a block needs."""
     _, *inputs = inspect.signature(block.hybrid_forward).parameters.values()
     needed = [

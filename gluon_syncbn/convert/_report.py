@@ -1,7 +1,9 @@
 """What a conversion did to each layer."""
 
+from __future__ import annotations
+
 import collections
-from typing import NamedTuple, Tuple
+from typing import Mapping, NamedTuple
 
 
 class Entry(NamedTuple):
@@ -46,13 +48,13 @@ class Report(NamedTuple):
         the largest blocks in it that can.
     """
 
-    replaced: Tuple[Entry, ...]
-    already: Tuple[str, ...]
-    refused: Tuple[Entry, ...]
-    fused: Tuple[Entry, ...] = ()
-    not_fused: Tuple[Entry, ...] = ()
+    replaced: tuple[Entry, ...]
+    already: tuple[str, ...]
+    refused: tuple[Entry, ...]
+    fused: tuple[Entry, ...] = ()
+    not_fused: tuple[Entry, ...] = ()
 
-    def __str__(self):
+    def __str__(self) -> str:
         kinds = collections.Counter(f"{entry.before} -> {entry.after}" for entry in self.replaced)
         text = f"{len(self.replaced)} layers replaced{_counts(kinds)}"
         text += f", {len(self.already)} were so already" if self.already else ""
@@ -71,5 +73,5 @@ class Report(NamedTuple):
         return text
 
 
-def _counts(kinds):
+def _counts(kinds: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})" if kinds else ""

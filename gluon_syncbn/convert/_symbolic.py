@@ -1,13 +1,20 @@
 """Makes the batch normalization of a symbol synchronized, or stock again."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ..graph.fusion import fuse as fuse_graph
 from ..graph.modules import new_layer
 from ..graph.symbol_block import LayerNode, spliced, why_not
 from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS, Graph, make_stock, settings_of
 from ._report import Entry, Report
 
+if TYPE_CHECKING:
+    import mxnet as mx
 
-def convert_symbol(symbol, fuse):
+
+def convert_symbol(symbol: mx.sym.Symbol, fuse: bool) -> tuple[mx.sym.Symbol, Report]:
     """The symbol with our nodes in place of MXNet's, and a report."""
     graph = Graph(symbol)
     users = graph.users()
@@ -38,7 +45,7 @@ def convert_symbol(symbol, fuse):
     return result.symbol_like(symbol), report
 
 
-def revert_symbol(symbol):
+def revert_symbol(symbol: mx.sym.Symbol) -> tuple[mx.sym.Symbol, Report]:
     """The symbol with MXNet's nodes in place of ours, and a report."""
     graph = Graph(symbol)
     nodes = graph.all_nodes()

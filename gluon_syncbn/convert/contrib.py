@@ -1,13 +1,16 @@
 """Replaces the SyncBatchNorm of MXNet's contrib package with ours."""
 
+from __future__ import annotations
+
 import sys
+from typing import Callable
 
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from ..layers.batch_norm import SyncBatchNorm
 
 
-def replace_contrib():
+def replace_contrib() -> Callable[[], None]:
     """Replaces ``mxnet.gluon.contrib.nn.SyncBatchNorm`` with :class:`gluon_syncbn.SyncBatchNorm`.
 
     Scripts that use contrib's layer, such as gluoncv's, then train with ours unchanged. Ours takes
@@ -32,7 +35,7 @@ def replace_contrib():
         if value is ContribSyncBatchNorm
     ]
 
-    def put(kind):
+    def put(kind: type) -> None:
         for names, name in found:
             names[name] = kind
 

@@ -1,32 +1,29 @@
 """Makes the batch normalization of an existing net synchronized, or stock again."""
 
+from __future__ import annotations
+
 import logging
 import sys
+from typing import Any, Collection, Mapping, Sequence
 
 import mxnet as mx
-from mxnet.gluon import SymbolBlock, nn
+from mxnet.gluon import Block, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from ..graph.blocks import BATCH_NORMS, check_block, clear_caches, compile_again, walk
 from ..graph.fusion import is_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph, put_in, read_graph, spliced, take_out
 from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS
-from ..groups.group import is_first_process
+from ..groups.group import SyncGroup, is_first_process
 from ..layers.batch_norm import SyncBatchNorm, SyncBatchNormReLU
 from ..layers.virtual import VirtualBatchNorm
+from ._classes import make_stock, make_synchronized, own_code
 from ._fusing import fuse_blocks
 from ._report import Entry, Report
 from ._symbolic import convert_symbol, revert_symbol
 
 _log = logging.getLogger("gluon_syncbn")
 
-# The attributes that only a SyncBatchNorm has.
-_OWN_ATTRIBUTES = "_layer", "_num_devices", "_own_group", "_own_settings"
-# A third-party class that computes the same as nn.BatchNorm, but not with cuDNN.
-_SAME_AS_STOCK = ("gluoncv.nn.block.BatchNormCudnnOff",)
-# What a subclass may define and still compute the same.
-_HARMLESS = {"__init__", "__repr__", "_alias", "__doc__", "__module__", "__qualname__", "__dict__"}
-_HARMLESS |= {"__weakref__", "__annotations__", "__firstlineno__", "__static_attributes__"}
 # Settings that do not change the result, and those of contrib for its own synchronization.
 _IGNORED_SETTINGS = {"cudnn_off", "ndev", "key"}
 
@@ -36,8 +33,13 @@ _VIRTUAL = "its devices do not synchronize, by design"
 
 
 def convert_sync_batchnorm(
-    net, group=None, num_devices=None, also=(), return_report=False, fuse=False
-):
+    net: Block | mx.sym.Symbol,
+    group: SyncGroup | None = None,
+    num_devices: int | None = None,
+    also: type | Collection[type] = (),
+    return_report: bool = False,
+    fuse: bool = False,
+) -> Any:
     """Makes the batch normalization of an existing net synchronized.
 
     ``nn.BatchNorm``, ``nn.BatchNormReLU``, the contrib ``SyncBatchNorm`` and subclasses that only
@@ -109,8 +111,8 @@ def convert_sync_batchnorm(
     PyTorch's ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` does this for its modules.
     """
     if isinstance(net, mx.sym.Symbol):
-        given = {"group": group, "num_devices": num_devices, "also": also}
-        given = [f"{name}={value!r}" for name, value in given.items() if value not in (None, ())]
+        others = {"group": group, "num_devices": num_devices, "also": also}
+        given = [f"{name}={value!r}" for name, value in others.items() if value not in (None, ())]
         if given:
             raise ValueError(
                 f"convert_sync_batchnorm got a Symbol and {', '.join(given)}: leave it out. The "
@@ -123,34 +125,37 @@ def convert_sync_batchnorm(
     # Checks the arguments, and has everything that a layer will get.
     template = SyncBatchNorm(prefix="", num_devices=num_devices, group=group)
     template._layer.leave(template)
-    given = {"_own_group": template._own_group} if group is not None else {}
+    adopted: dict[str, Any] = {} if group is None else {"_own_group": template._own_group}
     if num_devices is not None:
-        given["_num_devices"] = template._num_devices
+        adopted["_num_devices"] = template._num_devices
     found = list(walk(net))
-    conversion, fusion = _Conversion(template, given, also), ((), ())
+    conversion = _Conversion(template, adopted, also)
     for path, block in found:
         conversion.convert(path, block)
-    if fuse:
-        fusion = fuse_blocks(found)
-    report = Report(*map(tuple, (*conversion.entries(), *fusion)))
+    fused, not_fused = fuse_blocks(found) if fuse else ([], [])
+    report = conversion.report()._replace(fused=tuple(fused), not_fused=tuple(not_fused))
     return _finish(net, report, found, "convert_sync_batchnorm", return_report)
 
 
 class _Conversion:
     """What has been done so far.
 
-    template: a SyncBatchNorm with everything that a layer will get. given: the attributes that a
+    template: a SyncBatchNorm with everything that a layer will get. adopted: the attributes that a
     synchronized layer adopts. also: further classes to replace.
     """
 
-    def __init__(self, template, given, also):
-        self._template, self._given, self._also = template, given, also
-        self._replaced, self._already, self._refused = [], [], []
+    def __init__(
+        self, template: SyncBatchNorm, adopted: Mapping[str, Any], also: tuple[type, ...]
+    ) -> None:
+        self._template, self._adopted, self._also = template, adopted, also
+        self._replaced: list[Entry] = []
+        self._already: list[str] = []
+        self._refused: list[Entry] = []
 
-    def entries(self):
-        return self._replaced, self._already, self._refused
+    def report(self) -> Report:
+        return Report(tuple(self._replaced), tuple(self._already), tuple(self._refused))
 
-    def convert(self, path, block):
+    def convert(self, path: str, block: Block) -> None:
         why = None
         if isinstance(block, VirtualBatchNorm):
             why = f"{_VIRTUAL}: revert it first."
@@ -168,17 +173,17 @@ class _Conversion:
         if why:
             self._refused.append(Entry(block.name, path, _kind(block), why=why))
 
-    def _synchronize(self, path, layer, name, before):
-        _make_synchronized(layer, self._template)
+    def _synchronize(self, path: str, layer: nn.BatchNorm, name: str, before: str) -> None:
+        make_synchronized(layer, self._template)
         self._replaced.append(Entry(name, path, before, _kind(layer)))
 
-    def _adopt(self, path, layer):
+    def _adopt(self, path: str, layer: SyncBatchNorm) -> None:
         self._already.append(path)
-        if self._given:
-            vars(layer).update(self._given)
+        if self._adopted:
+            layer.__dict__.update(self._adopted)
             layer._layer.join(layer._own_group, layer._num_devices)
 
-    def _convert_graph(self, path, block):
+    def _convert_graph(self, path: str, block: SymbolBlock) -> None:
         nodes, left = read_graph(block, {**STOCK_OPERATORS, **OUR_OPERATOR})
         virtual = [node for node in nodes if node.settings.virtual_devices]
         nodes = [node for node in nodes if not node.settings.virtual_devices]
@@ -198,7 +203,7 @@ class _Conversion:
 SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)
 
 
-def revert_sync_batchnorm(net, return_report=False):
+def revert_sync_batchnorm(net: Block | mx.sym.Symbol, return_report: bool = False) -> Any:
     """Undoes :func:`convert_sync_batchnorm`.
 
     A replaced layer gets its former class back. A layer that was made as :class:`SyncBatchNorm`
@@ -243,7 +248,9 @@ def revert_sync_batchnorm(net, return_report=False):
         return _finish(*revert_symbol(net), (), "revert_sync_batchnorm", return_report)
     check_block(net, "revert_sync_batchnorm")
     found = list(walk(net))
-    replaced, already, refused = [], [], []
+    replaced: list[Entry] = []
+    already: list[str] = []
+    refused: list[Entry] = []
     if any(isinstance(block, (SyncBatchNorm, SyncGraph)) for _, block in found):
         mx.nd.waitall()
     fusing = [block for _, block in found if is_fusing(block)]
@@ -269,7 +276,7 @@ def revert_sync_batchnorm(net, return_report=False):
     return _finish(net, report, found, "revert_sync_batchnorm", return_report)
 
 
-def _why_not_stock(layer):
+def _why_not_stock(layer: SyncBatchNorm) -> str | None:
     activation = layer._own_settings["activation"]
     if layer._kwargs["momentum"] is None:
         return _CUMULATIVE
@@ -277,16 +284,16 @@ def _why_not_stock(layer):
         return _LEAKY
     if activation and len(BATCH_NORMS) == 1:
         return f"MXNet {mx.__version__} has no nn.BatchNormReLU."
-    return _own_code(type(layer), (SyncBatchNorm, SyncBatchNormReLU, VirtualBatchNorm))
+    return own_code(type(layer), (SyncBatchNorm, SyncBatchNormReLU, VirtualBatchNorm))
 
 
-def _reverted(path, layer, name):
+def _reverted(path: str, layer: SyncBatchNorm, name: str) -> Entry:
     before = _kind(layer)
-    _make_stock(layer)
+    make_stock(layer)
     return Entry(name, path, before, _kind(layer))
 
 
-def _revert_graph(path, block):
+def _revert_graph(path: str, block: SymbolBlock) -> tuple[list[Entry], list[Entry]]:
     """Returns entries of what was replaced, and of what was not."""
     replaced = []
     for node in block._nodes if isinstance(block, SyncGraph) else ():
@@ -307,41 +314,11 @@ def _revert_graph(path, block):
     return replaced, _left_in_graph(path, left)
 
 
-def _left_in_graph(path, left):
+def _left_in_graph(path: str, left: Sequence[tuple[str, str, str]]) -> list[Entry]:
     return [Entry(name, f"{path}:{name}", kind, why=why) for name, kind, why in left]
 
 
-def _make_synchronized(layer, template):
-    settings = layer._kwargs
-    added = tuple(name for name in vars(template) if name not in vars(layer))
-    vars(layer).update({name: vars(template)[name] for name in added})
-    layer._stock = type(layer), settings, added
-    layer._kwargs = {name: settings.get(name, v) for name, v in template._kwargs.items()}
-    is_fused = getattr(layer, "fuse_relu", False)
-    if is_fused:
-        layer._own_settings = {**layer._own_settings, "activation": "relu"}
-    layer.__class__ = SyncBatchNormReLU if is_fused else SyncBatchNorm
-    layer._meet()
-
-
-def _make_stock(layer):
-    if "_stock" in vars(layer):
-        kind, settings, added = vars(layer).pop("_stock")
-    else:  # It was made as a synchronized layer.
-        activation = layer._own_settings["activation"]
-        plain = (nn.BatchNormReLU if activation else nn.BatchNorm)(prefix="")
-        if hasattr(plain, "fuse_relu"):
-            layer.fuse_relu = plain.fuse_relu
-        kind, settings, added = type(plain), plain._kwargs, _OWN_ATTRIBUTES
-    if "_layer" in vars(layer):
-        layer._layer.leave(layer)
-    for name in added:
-        vars(layer).pop(name, None)
-    layer._kwargs = {name: layer._kwargs.get(name, value) for name, value in settings.items()}
-    layer.__class__ = kind
-
-
-def _why_not(layer, also, template):
+def _why_not(layer: nn.BatchNorm, also: tuple[type, ...], template: SyncBatchNorm) -> str | None:
     """Why a layer of MXNet or a third party cannot be replaced, or None."""
     kind = type(layer)
     shadowed = {"__call__", "forward", "hybrid_forward"} & set(vars(layer))
@@ -349,30 +326,19 @@ def _why_not(layer, also, template):
         return f"its {', '.join(sorted(shadowed))} was replaced: delete that attribute."
     if kind in also:
         return None
-    why = _own_code(kind, (*BATCH_NORMS, ContribSyncBatchNorm, *also))
+    why = own_code(kind, (*BATCH_NORMS, ContribSyncBatchNorm, *also))
     unknown = set(layer._kwargs) - set(template._kwargs) - _IGNORED_SETTINGS
     if not why and unknown:
         why = f"it has settings that SyncBatchNorm lacks: {', '.join(sorted(unknown))}."
     return why and f"{why} If nn.BatchNorm computes the same, give also=[{kind.__name__}]."
 
 
-def _own_code(kind, known):
-    """What a class defines beyond its base among `known` that may change the result, or None."""
-    usual = {base for stock in known for base in stock.__mro__}
-    for base in kind.__mro__:
-        own = set(vars(base)) - _HARMLESS
-        full_name = f"{base.__module__}.{base.__qualname__}"
-        if own and base not in usual and full_name not in _SAME_AS_STOCK:
-            return f"{base.__name__} defines {', '.join(sorted(own))}."
-    return None
-
-
-def _kind(layer):
+def _kind(layer: nn.BatchNorm) -> str:
     kind = type(layer)
     return f"contrib.{kind.__name__}" if kind is ContribSyncBatchNorm else kind.__name__
 
 
-def _check_types(also):
+def _check_types(also: type | Collection[type]) -> tuple[type, ...]:
     kinds = (also,) if isinstance(also, type) else also
     if isinstance(kinds, (list, tuple, set, frozenset)) and all(
         isinstance(kind, type) and issubclass(kind, BATCH_NORMS) for kind in kinds
@@ -381,7 +347,13 @@ def _check_types(also):
     raise TypeError(f"also is {also!r}: give a list of subclasses of mxnet.gluon.nn.BatchNorm.")
 
 
-def _finish(net, report, found, function, return_report):
+def _finish(
+    net: Block | mx.sym.Symbol,
+    report: Report,
+    found: Sequence[tuple[str, Block]],
+    function: str,
+    return_report: bool,
+) -> Any:
     if found and report.replaced:
         compile_again(found)
     result = (net, report) if return_report else net

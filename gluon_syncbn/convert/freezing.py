@@ -1,19 +1,22 @@
 """Freezes and unfreezes batch normalization in nets that are built."""
 
-import logging
+from __future__ import annotations
 
-from mxnet.gluon import SymbolBlock
+import logging
+from typing import Sequence
+
+from mxnet.gluon import Block, Parameter, SymbolBlock, nn
 
 from ..graph.blocks import BATCH_NORMS, check_block, compile_again, walk
 from ..graph.symbol_block import SyncGraph
-from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS, Graph, settings_of, taken_apart
+from ..graph.symbols import OUR_OPERATOR, STOCK_OPERATORS, Graph, Node, settings_of, taken_apart
 
 _log = logging.getLogger("gluon_syncbn")
 # Where a parameter keeps its grad_req while it is frozen.
 _GRAD_REQ = "_grad_req_unfrozen"
 
 
-def freeze(net, affine=False):
+def freeze(net: Block | Sequence[Block], affine: bool = False) -> int:
     r"""Makes the batch normalization of a built net, or of a part of it, use its running statistics
     in training too.
 
@@ -50,7 +53,7 @@ def freeze(net, affine=False):
     return _set_frozen(net, "freeze", True, affine)
 
 
-def unfreeze(net):
+def unfreeze(net: Block | Sequence[Block]) -> int:
     """Undoes :func:`freeze`: layers follow the batches again, also those that were made with
     ``use_global_stats=True``, and gamma and beta have the ``grad_req`` that they had.
 
@@ -60,14 +63,15 @@ def unfreeze(net):
     return _set_frozen(net, "unfreeze", False, True)
 
 
-def _set_frozen(net, function, frozen, affine):
-    blocks = net if isinstance(net, (list, tuple)) and net else [net]
+def _set_frozen(net: Block | Sequence[Block], function: str, frozen: bool, affine: bool) -> int:
+    blocks: Sequence[Block] = net if isinstance(net, (list, tuple)) and net else [net]
     for block in blocks:
         check_block(block, function)
     found = {id(block): (path, block) for each in blocks for path, block in walk(each)}
-    layers, changed, left = 0, 0, []
+    layers, changed = 0, 0
+    left: list[str] = []
     for path, block in found.values():
-        parameters = []
+        parameters: list[Sequence[Parameter]] = []
         if isinstance(block, BATCH_NORMS):
             changed += _set_layer(block, frozen)
             parameters.append((block.gamma, block.beta))
@@ -87,20 +91,23 @@ def _set_frozen(net, function, frozen, affine):
     return changed
 
 
-def _set_layer(layer, frozen):
+def _set_layer(layer: nn.BatchNorm, frozen: bool) -> bool:
     before = bool(layer._kwargs.get("use_global_stats"))
     # Copies of the layer share the dict.
     layer._kwargs = {**layer._kwargs, "use_global_stats": frozen}
     return before != frozen
 
 
-def _set_graph(path, block, frozen, left):
+def _set_graph(
+    path: str, block: SymbolBlock, frozen: bool, left: list[str]
+) -> tuple[list[Sequence[Parameter]], int]:
     """Changes the nodes of a graph. Returns the gamma and beta of each layer in it, and how many
     layers have changed."""
     name = "_stock_graph" if isinstance(block, SyncGraph) else "_cached_graph"
     inputs, symbol = vars(block)[name]
     graph = Graph(symbol)
-    parameters, changed = {}, set()
+    parameters: dict[tuple[str, ...], Sequence[Parameter]] = {}
+    changed: set[tuple[str, ...]] = set()
     for node in graph.nodes():
         inner = [part.name for each in node.graphs() for part in each.all_nodes() if _is_norm(part)]
         left += [f"{path}:{each}" for each in inner]
@@ -119,11 +126,11 @@ def _set_graph(path, block, frozen, left):
     return list(parameters.values()), len(changed)
 
 
-def _is_norm(node):
+def _is_norm(node: Node) -> bool:
     return node.operator in STOCK_OPERATORS or node.operator in OUR_OPERATOR
 
 
-def _set_gradient(parameter, frozen):
+def _set_gradient(parameter: Parameter, frozen: bool) -> None:
     if frozen and parameter.grad_req != "null":
         setattr(parameter, _GRAD_REQ, parameter.grad_req)
         parameter.grad_req = "null"

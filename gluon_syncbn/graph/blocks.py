@@ -1,6 +1,9 @@
 """The blocks of a built net."""
 
+from __future__ import annotations
+
 import weakref
+from typing import Any, Iterable, Iterator
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, nn
@@ -11,11 +14,11 @@ BATCH_NORMS = tuple(
 )
 
 
-def walk(net):
+def walk(net: Block) -> Iterator[tuple[str, Block]]:
     """Yields (path, block) for each block of a net once, also for blocks outside the children."""
-    seen = set()
+    seen: set[int] = set()
 
-    def visit(path, value):
+    def visit(path: str, value: Any) -> Iterator[tuple[str, Block]]:
         if id(value) in seen or not isinstance(value, (Block, list, tuple, set, frozenset, dict)):
             return
         seen.add(id(value))
@@ -42,7 +45,7 @@ def walk(net):
     yield from visit("", net)
 
 
-def clear_caches(found):
+def clear_caches(found: Iterable[tuple[str, Block]]) -> None:
     """Makes the blocks that `walk` found compile again."""
     for _, block in found:
         if isinstance(block, HybridBlock):
@@ -52,17 +55,17 @@ def clear_caches(found):
 # How often layers of nets that are built have changed. Graphs are traced again that are older, also
 # those of blocks around the layers.
 _changes = 0
-_traced_after = weakref.WeakKeyDictionary()
+_traced_after: weakref.WeakKeyDictionary[HybridBlock, int] = weakref.WeakKeyDictionary()
 
 
-def compile_again(found):
+def compile_again(found: Iterable[tuple[str, Block]]) -> None:
     """`clear_caches`, and makes all other blocks compile again, each when it is called."""
     global _changes
     clear_caches(found)
     _changes += 1
 
 
-def forget_old_graph(block):
+def forget_old_graph(block: HybridBlock) -> None:
     """Clears the block's graph if layers have changed since it was traced, as far as is known."""
     if _traced_after.get(block, 0) != _changes:
         if block._cached_op is not None or block._cached_graph:
@@ -70,8 +73,8 @@ def forget_old_graph(block):
         _traced_after[block] = _changes
 
 
-def check_block(net, function):
-    """Raises ValueError for anything but a Block."""
+def check_block(net: Any, function: str) -> None:
+    """Raises TypeError for anything but a Block."""
     if isinstance(net, Block):
         return
     advice = "give the net itself"

@@ -1,7 +1,10 @@
 """What the package adds where MXNet compiles graphs and runs them."""
 
+from __future__ import annotations
+
 import functools
 import weakref
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 from mxnet import autograd
 from mxnet.gluon import SymbolBlock
@@ -13,12 +16,20 @@ from .fusion import fused, is_fusing
 from .symbol_block import SyncGraph
 from .symbols import OUR_OPERATOR, Graph, with_node_ids
 
+if TYPE_CHECKING:
+    import mxnet as mx
+    from mxnet.gluon import Block, HybridBlock
 
-def compiling(get_graph):
+    from ..layers.synced_layer import SyncedLayer
+
+
+def compiling(get_graph: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``HybridBlock._get_graph``, which traces what MXNet compiles."""
 
     @functools.wraps(get_graph)
-    def get_graph_to_compile(block, *args):
+    def get_graph_to_compile(
+        block: HybridBlock, *args: Any
+    ) -> tuple[list[mx.sym.Symbol], mx.sym.Symbol]:
         forget_old_graph(block)
         # A SymbolBlock has nothing but its graph.
         if block._cached_graph and not isinstance(block, SymbolBlock) and _is_of_others(block):
@@ -32,11 +43,11 @@ def compiling(get_graph):
     return get_graph_to_compile
 
 
-def calling(call_cached_op):
+def calling(call_cached_op: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``HybridBlock._call_cached_op``, which runs it."""
 
     @functools.wraps(call_cached_op)
-    def call(block, *args):
+    def call(block: HybridBlock, *args: Any) -> Any:
         forget_old_graph(block)
         _refuse_op_hooks(block)
         trains, is_compiled = autograd.is_training(), block._cached_op is not None
@@ -51,7 +62,7 @@ def calling(call_cached_op):
     return call
 
 
-def _refuse_op_hooks(block):
+def _refuse_op_hooks(block: HybridBlock) -> None:
     for layer in layers_of(block) if block._callback and autograd.is_training() else ():
         for devices in layer.device_groups():
             if len(devices) > 1 and not layer.settings()["use_global_stats"]:
@@ -68,16 +79,16 @@ def _refuse_op_hooks(block):
 class _Graph:
     """What a block has compiled, whether nodes of ours are in it, its layers and parameters."""
 
-    def __init__(self, block):
+    def __init__(self, block: HybridBlock) -> None:
         self.compiled, self.parameters = block._cached_op, list(block.collect_params().values())
         self.has_ours = native.OP_TYPE in block._cached_graph[1].tojson()
         self.layers = weakref.WeakSet(layers_of(block) if self.has_ours else ())
 
 
-_graphs = weakref.WeakKeyDictionary()
+_graphs: weakref.WeakKeyDictionary[HybridBlock, _Graph] = weakref.WeakKeyDictionary()
 
 
-def _begin_training(block):
+def _begin_training(block: HybridBlock) -> None:
     graph = _graphs.get(block)
     if graph is None or graph.compiled is not block._cached_op:
         graph = _graphs[block] = _Graph(block)
@@ -85,7 +96,7 @@ def _begin_training(block):
         native.begin_training(graph)
 
 
-def _is_of_others(block):
+def _is_of_others(block: HybridBlock) -> bool:
     """Whether the block's graph belongs to layers of another net or process, as it came with a copy
     of the block, or from a file of ``Block.save``."""
     symbol = block._cached_graph[1]
@@ -98,7 +109,7 @@ def _is_of_others(block):
     )
 
 
-def layers_of(net):
+def layers_of(net: Block) -> Iterator[SyncedLayer]:
     """Our layers in a net."""
     for _, block in walk(net):
         nodes = block._nodes if isinstance(block, SyncGraph) else ()
@@ -107,11 +118,11 @@ def layers_of(net):
                 yield each._layer
 
 
-def numbering(bind):
+def numbering(bind: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Symbol.bind`` and ``simple_bind``."""
 
     @functools.wraps(bind)
-    def bind_numbered(symbol, *args, **kwargs):
+    def bind_numbered(symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> mx.executor.Executor:
         return bind(with_node_ids(symbol), *args, **kwargs)
 
     return bind_numbered

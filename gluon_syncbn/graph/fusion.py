@@ -1,7 +1,9 @@
 """Fuses the addition, relu or leaky relu that follows our operator in a graph into it."""
 
+from __future__ import annotations
+
 import collections
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple
 
 from .symbols import (
     OUR_OPERATOR,
@@ -10,10 +12,16 @@ from .symbols import (
     STOCK_OPERATORS,
     Graph,
     Node,
+    NodeEntry,
+    Users,
     is_fused,
     is_random,
     taken_apart,
 )
+
+if TYPE_CHECKING:
+    import mxnet as mx
+    from mxnet.gluon import Block, HybridBlock
 
 _ORDER = (
     "a residual would change the order of calls with a state, of random numbers or of gradients "
@@ -26,11 +34,11 @@ class _End(NamedTuple):
 
     node: Node
     last: Node
-    user: Optional[Node]  # the only user of the output
-    why: Optional[str]  # why there is none
+    user: Node | None  # the only user of the output
+    why: str | None  # why there is none
 
 
-def fuse(graph):
+def fuse(graph: Graph) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Fuses what follows our nodes of a Graph into them, if nothing else uses their output.
 
     That is a relu, a leaky relu, or an ``elemwise_add``, whose other operand becomes the residual,
@@ -47,7 +55,7 @@ def fuse(graph):
         The names of nodes that stay as they are, and why.
     """
     users = graph.users()
-    ends = {}
+    ends: dict[int, _End] = {}
     for node in graph.nodes():
         if node.operator in OUR_OPERATOR and not is_fused(node):
             last, (user, why) = node, _only_user(graph, users, node)
@@ -55,7 +63,9 @@ def fuse(graph):
                 last, (user, why) = user, _only_user(graph, users, user)
             ends[id(last)] = _End(node, last, user, why)
     takers = _take_residuals(graph, ends)
-    fused, left, new = [], [], {}
+    fused: list[tuple[str, str]] = []
+    left: list[tuple[str, str]] = []
+    new: dict[int, NodeEntry] = {}
     for node, last, user, why in ends.values():
         what = []
         if user and user.op == "elemwise_add":
@@ -79,10 +89,11 @@ def fuse(graph):
     return fused, left
 
 
-def _take_residuals(graph, ends):
+def _take_residuals(graph: Graph, ends: Mapping[int, _End]) -> dict[int, Node]:
     """Gives nodes the other operand of an addition as their residual, unless that changes an order
     that matters. Returns {id of the addition: the node}."""
-    takers, replaced = {}, {}
+    takers: dict[int, Node] = {}
+    replaced: dict[tuple[int, int], int] = {}
     before = None
     for node, last, user, _ in ends.values():
         if not user or user.op != "elemwise_add" or id(user) in takers:
@@ -106,14 +117,15 @@ def _take_residuals(graph, ends):
     return takers
 
 
-def _order(graph, replaced):
+def _order(graph: Graph, replaced: Mapping[tuple[int, int], int]) -> tuple[Any, Any]:
     """What must not change: the order of calls that share a state and of random operators, and the
     order in which MXNet adds the gradients of an entry.
 
     replaced: {(id of a node, number of its input): id of the addition that it replaces}
     """
     nodes = graph.nodes()
-    calls, gradients = collections.defaultdict(list), collections.defaultdict(list)
+    calls: dict[str, list[int]] = collections.defaultdict(list)
+    gradients: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
     for node in nodes:
         for state in _states(node):
             calls[state].append(id(node))
@@ -127,7 +139,7 @@ def _order(graph, replaced):
     return calls, {entry: users for entry, users in gradients.items() if len(users) > 2}
 
 
-def _states(node):
+def _states(node: Node) -> Iterator[str]:
     """The names of the running means that a node updates; "" for random and third-party
     operators."""
     inner = (part for graph in node.graphs() for part in graph.all_nodes())
@@ -139,7 +151,7 @@ def _states(node):
             yield ""
 
 
-def _only_user(graph, users, node):
+def _only_user(graph: Graph, users: Users, node: Node) -> tuple[Node | None, str | None]:
     """(the only user of a node's outputs, None), or (None, why there is none)."""
     (user, number), *others = users[id(node)]
     if others:
@@ -149,7 +161,7 @@ def _only_user(graph, users, node):
     return user, None if user else "it is an output of the graph"
 
 
-def _activation(node):
+def _activation(node: Node) -> dict[str, str]:
     """The attributes that make our operator compute this activation; {} if it cannot."""
     kind = node.attrs.get("act_type")
     if node.op in ("relu", "_npx_relu") or node.op == "Activation" and kind == "relu":
@@ -160,20 +172,20 @@ def _activation(node):
     return {}
 
 
-def fused(symbol):
+def fused(symbol: mx.sym.Symbol) -> mx.sym.Symbol:
     """The symbol after :func:`fuse`."""
     graph = Graph(symbol)
     return graph.symbol_like(symbol) if fuse(graph)[0] else symbol
 
 
-def start_fusing(block):
+def start_fusing(block: HybridBlock) -> None:
     """Fuses the graphs that a HybridBlock compiles from now on."""
     vars(block)["_fuses"] = True
 
 
-def stop_fusing(block):
+def stop_fusing(block: HybridBlock) -> None:
     del vars(block)["_fuses"]
 
 
-def is_fusing(block):
+def is_fusing(block: Block) -> bool:
     return "_fuses" in vars(block)

@@ -1,14 +1,21 @@
 """Gives the graph of each Module that trains layers of its own, which synchronize its contexts."""
 
+from __future__ import annotations
+
 import functools
 import weakref
+from typing import TYPE_CHECKING, Any, Callable
 
 from .. import native
 from ..layers.batch_norm import SyncBatchNorm
-from .symbols import OUR_OPERATOR, ROLES, Graph, settings_of, taken_apart
+from .symbols import OUR_OPERATOR, ROLES, Graph, Node, settings_of, taken_apart
+
+if TYPE_CHECKING:
+    import mxnet as mx
+    from mxnet.module.executor_group import DataParallelExecutorGroup
 
 
-def new_layer(node, activation=None):
+def new_layer(node: Node, activation: str | None = None) -> SyncBatchNorm:
     """A SyncBatchNorm with the settings of a node of batch normalization, without its parameters
     and what is fused into it."""
     settings = settings_of(node)
@@ -25,14 +32,15 @@ def new_layer(node, activation=None):
     )
 
 
-def with_layers(symbol):
+def with_layers(symbol: mx.sym.Symbol) -> tuple[mx.sym.Symbol, dict[SyncBatchNorm, str]]:
     """A symbol whose nodes of ours have layers, and {layer: the name of its running mean}. A node
     keeps a layer of this process that knows its devices or their number."""
     if native.OP_TYPE not in symbol.tojson():
         return symbol, {}
     graph = Graph(symbol)
     known = {str(layer.id): layer for layer in native.layers()}
-    layers, means = {}, {}
+    layers: dict[tuple[str, str], SyncBatchNorm] = {}
+    means: dict[SyncBatchNorm, str] = {}
     for node in graph.nodes():
         if node.operator not in OUR_OPERATOR or settings_of(node).virtual_devices:
             continue
@@ -52,12 +60,18 @@ def with_layers(symbol):
 _BETWEEN = 4
 
 
-def making_layers(init):
+def making_layers(init: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``DataParallelExecutorGroup.__init__``."""
 
     @functools.wraps(init)
-    def init_with_layers(group, symbol, contexts, *args, **kwargs):
-        means = {}
+    def init_with_layers(
+        group: DataParallelExecutorGroup,
+        symbol: mx.sym.Symbol,
+        contexts: list[mx.Context],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        means: dict[SyncBatchNorm, str] = {}
         if kwargs.get("for_training", args[_BETWEEN] if len(args) > _BETWEEN else False):
             symbol, means = with_layers(symbol)
         group._sync_layers = list(means)
@@ -78,7 +92,9 @@ def making_layers(init):
     return init_with_layers
 
 
-def _written(group, mean, all=False):
+def _written(
+    group: Callable[[], DataParallelExecutorGroup | None], mean: str, all: bool = False
+) -> dict[str, list[mx.nd.NDArray]]:
     """{device: [the running mean, ...]} of a group that may be gone. MXNet does not know that the
     calls of an executor write it; errors are in its outputs and its first gradient, or in all."""
     written = {}
@@ -90,11 +106,13 @@ def _written(group, mean, all=False):
     return written
 
 
-def noting_training(forward):
+def noting_training(forward: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``DataParallelExecutorGroup.forward``."""
 
     @functools.wraps(forward)
-    def forward_and_note(group, data_batch, is_train=None):
+    def forward_and_note(
+        group: DataParallelExecutorGroup, data_batch: mx.io.DataBatch, is_train: bool | None = None
+    ) -> None:
         # Later probes are queued behind what follows, which may wait for another context.
         for layer in group._sync_layers[:1]:
             layer._layer.watch_written()

@@ -5,17 +5,25 @@ as written: nothing waits for the new values, and no error reaches them. It does
 uses data of the graph. So the running statistics are passed as data.
 """
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING, Any, Callable, Iterable
 
 from .. import native
 from .symbols import OUR_OPERATOR, Graph
 
+if TYPE_CHECKING:
+    import mxnet as mx
 
-def with_statistics_as_data(init):
+
+def with_statistics_as_data(init: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``CachedOp.__init__``."""
 
     @functools.wraps(init)
-    def init_in_order(self, sym, flags=()):
+    def init_in_order(
+        self: mx.nd.CachedOp, sym: mx.sym.Symbol, flags: Iterable[tuple[str, Any]] = ()
+    ) -> None:
         values = dict(flags)
         parameters = values.get("param_indices", ())
         if values.get("static_shape") and parameters and native.OP_TYPE in sym.tojson():
@@ -29,7 +37,7 @@ def with_statistics_as_data(init):
     return init_in_order
 
 
-def _running_statistics(sym):
+def _running_statistics(sym: mx.sym.Symbol) -> set[str]:
     """The names of our operators' auxiliary states in a symbol."""
     used = {
         source.name

@@ -1,20 +1,26 @@
 """Synchronized layers in the graph of a SymbolBlock."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import weakref
+from typing import Any, Collection, Iterable, Mapping
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock, nn
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.parameter import ParameterDict
 
-from ..layers.operator import Settings, is_numpy
+from ..layers.operator import ArrayOrSymbol, Settings, is_numpy
 from .fusion import fused, is_fusing
 from .symbols import (
     OUR_OPERATOR,
     ROLES,
     Graph,
+    Node,
+    NodeEntry,
+    Users,
     is_in_place,
     settings_of,
     taken_apart,
@@ -43,32 +49,36 @@ class SyncGraph(SymbolBlock):
     ``_stock_graph`` is the graph without our layers, ``_nodes`` their places.
     """
 
-    def _splice(self):
+    _stock_class: type
+    _stock_graph: tuple[list[mx.sym.Symbol], mx.sym.Symbol]
+    _nodes: list[LayerNode]
+
+    def _splice(self) -> None:
         inputs, graph = self._stock_graph
         graph = spliced(graph, self._nodes)
         self._cached_graph = inputs, fused(graph) if is_fusing(self) else graph
 
-    def _clear_cached_op(self):
+    def _clear_cached_op(self) -> None:
         super()._clear_cached_op()
         # The parameters may have been moved from CPUs to GPUs.
         self._splice()
 
-    def forward(self, x, *args):
+    def forward(self, x: ArrayOrSymbol, *args: Any) -> Any:
         if isinstance(x, mx.sym.Symbol):
             return composed(self, x, *args)
         return super().forward(x, *args)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Compiled graphs cannot be copied, and belong to the devices of this net.
-        fresh = {"_cached_graph": (), "_cached_op": None, "_cached_op_args": []}
+        fresh: dict[str, Any] = {"_cached_graph": (), "_cached_op": None, "_cached_op_args": []}
         return _new_graph, (type(self)._stock_class,), {**vars(self), **fresh}
 
-    def __setstate__(self, state):
-        vars(self).update(state)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         self._splice()
 
 
-def composed(block, x, *args):
+def composed(block: SymbolBlock, x: ArrayOrSymbol, *args: Any) -> Any:
     """Applies the graph of a SymbolBlock to symbols. MXNet's own forward fails for NumPy's symbols,
     whose outputs it cannot list, and changes the block's nodes."""
     if not isinstance(x, mx.sym.Symbol):
@@ -83,42 +93,48 @@ def composed(block, x, *args):
 
 
 @functools.lru_cache(maxsize=None)
-def _graph_class(stock):
+def _graph_class(stock: type) -> type:
     return type(stock.__name__, (SyncGraph, stock), {"_stock_class": stock})
 
 
-def _new_graph(stock):
+def _new_graph(stock: type) -> SyncGraph:
     return object.__new__(_graph_class(stock))
 
 
-def put_in(block, nodes):
+def put_in(block: SymbolBlock, nodes: list[LayerNode]) -> None:
     """Puts the layers of these nodes into the graph."""
     vars(block).update(_stock_graph=block._cached_graph, _nodes=nodes)
-    block.__class__ = _graph_class(type(block))
+    block.__class__ = _graph_class(block.__class__)
     block._clear_cached_op()
 
 
-def take_out(block):
+def take_out(block: SymbolBlock) -> None:
     """Restores the stock graph."""
     if isinstance(block, SyncGraph):
         block.__class__ = type(block)._stock_class
-        vars(block).pop("_nodes")
-        block._cached_graph = vars(block).pop("_stock_graph")
+        block.__dict__.pop("_nodes")
+        block._cached_graph = block.__dict__.pop("_stock_graph")
         block._clear_cached_op()
 
 
 # {block: the layers that were made for its nodes}
-_layers_of = weakref.WeakKeyDictionary()
+_layers_of: weakref.WeakKeyDictionary[SymbolBlock, dict[tuple[Any, ...], nn.BatchNorm]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def read_graph(block, operators):
+def read_graph(
+    block: SymbolBlock, operators: Mapping[str, bool]
+) -> tuple[list[LayerNode], list[tuple[str, str, str]]]:
     """The nodes of batch normalization in a SymbolBlock, each with a stock layer that has its
     parameters and settings, and [(name, operator, reason)] for nodes that cannot be replaced."""
     graph = Graph(block._cached_graph[1])
     users = graph.users()
     # The same layers each time, as SyncedLayer.of tells.
     layers = _layers_of.setdefault(block, {})
-    found, refused, first = [], [], {}
+    found: list[LayerNode] = []
+    refused: list[tuple[str, str, str]] = []
+    first: dict[tuple[Any, ...], bool] = {}
     for number, node in enumerate(graph.nodes()):
         why = why_not(graph, node, users, operators)
         if not why and node.operator not in operators:
@@ -138,10 +154,10 @@ def read_graph(block, operators):
         parameters = tuple(block.params[name] for name in names)
         # What is fused into a node is no matter of its layer.
         lasting = settings._replace(activation=None, slope=0.0, use_global_stats=False)
-        key = node.operator, parameters, lasting
+        shared = node.operator, parameters, lasting
         # `freeze` changes all nodes of a graph, so those that differ need a second layer.
         frozen = settings.use_global_stats
-        key = (*key, frozen == first.setdefault(key, frozen))
+        key = (*shared, frozen == first.setdefault(shared, frozen))
         if key not in layers:
             kind = nn.BatchNormReLU if operators[node.operator] else nn.BatchNorm
             stem = node.name[: -len("_fwd")] if node.name.endswith("_fwd") else node.name
@@ -160,7 +176,7 @@ def read_graph(block, operators):
     return found, refused
 
 
-def why_not(graph, node, users, operators):
+def why_not(graph: Graph, node: Node, users: Users, operators: Collection[str]) -> str | None:
     """Why a node of batch normalization cannot be replaced, or None; also for a node with such
     nodes in a graph of its own. users: those of the graph."""
     inner = [part for each in node.graphs() for part in each.all_nodes()]
@@ -180,7 +196,7 @@ def why_not(graph, node, users, operators):
     return None
 
 
-def spliced(symbol, replaced):
+def spliced(symbol: mx.sym.Symbol, replaced: Iterable[LayerNode]) -> mx.sym.Symbol:
     """The symbol with layers in place of nodes. Layers are frozen as their nodes are."""
     graph = Graph(symbol)
     nodes = graph.nodes()
@@ -189,7 +205,7 @@ def spliced(symbol, replaced):
     ours = {key for key, each in layers.items() if each.operator in OUR_OPERATOR}
     copies = {id(node) for node in nodes if node.is_layout_copy and id(node.inputs[0][0]) in ours}
 
-    def change(node):
+    def change(node: Node) -> NodeEntry | None:
         if id(node) in copies:
             return node.inputs[0]
         each = layers.get(id(node))
@@ -203,7 +219,7 @@ def spliced(symbol, replaced):
         each.layer._kwargs["use_global_stats"] = settings_of(node).use_global_stats
         part = Graph(each.layer.hybrid_forward(mx.sym, **variables))
 
-        def connected(inner):
+        def connected(inner: Node) -> NodeEntry | None:
             if inner.op == "null":
                 return inputs[inner.name]
             inner.name = f"{node.name}_{inner.name}"

@@ -1,9 +1,12 @@
 """Reads and rewrites symbols in MXNet's JSON."""
 
+from __future__ import annotations
+
 import collections
 import itertools
 import json
 import re
+from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import mxnet as mx
 from mxnet.util import is_np_array
@@ -23,6 +26,10 @@ OUR_OPERATOR = {native.OP_TYPE: False}
 ROLES = ("gamma", "beta", "running_mean", "running_var")
 # The number of our operator's residual input, if it has one.
 RESIDUAL = 3
+# An output of a node: the node, and the output's number.
+NodeEntry = Tuple["Node", int]
+# {id of a node: [(node that uses it, number of the input)]}; a head is (None, number).
+Users = Dict[int, List[Tuple[Optional["Node"], int]]]
 _RANDOM = re.compile(
     "_(random|sample|shuffle|image_random|npx__image_random|npi_random|contrib_dgl_csr_neighbor)|"
     "_npi_(bernoulli|choice|exponential|gamma|gumbel|logistic|multinomial|normal|pareto|rayleigh|"
@@ -34,13 +41,13 @@ class ExportError(RuntimeError):
     """A net that cannot be exported as requested. Nothing was written; the message says why."""
 
 
-def variable(name):
+def variable(name: str) -> mx.sym.Symbol:
     """A symbol for an input, NumPy's after ``mx.npx.set_np()``."""
     symbol = mx.sym.var(name)
     return symbol.as_np_ndarray() if is_np_array() else symbol
 
 
-def settings_of(node):
+def settings_of(node: Node) -> Settings:
     """The Settings of a node of batch normalization, MXNet's or ours."""
     if node.operator in OUR_OPERATOR:
         return Settings.read(node.attrs)
@@ -48,7 +55,7 @@ def settings_of(node):
     return Settings.read({**defaults, **node.attrs})
 
 
-def integers(text):
+def integers(text: str) -> tuple[int, ...]:
     """The numbers of an attribute such as ``(3, 3)``."""
     return tuple(int(part) for part in text.strip("()[] ").replace(" ", "").split(",") if part)
 
@@ -56,7 +63,14 @@ def integers(text):
 class Node:
     """A node; its inputs are a list of (node, output)."""
 
-    def __init__(self, op, name, attrs=None, inputs=(), more=None):
+    def __init__(
+        self,
+        op: str,
+        name: str,
+        attrs: Mapping[str, str] | None = None,
+        inputs: Iterable[NodeEntry] = (),
+        more: dict[str, Any] | None = None,
+    ) -> None:
         self.op = op
         self.name = name
         self.attrs = dict(attrs or {})
@@ -64,17 +78,17 @@ class Node:
         self.more = more or {}
 
     @property
-    def operator(self):
+    def operator(self) -> str:
         """The operator; for ours its op_type. Other custom ones may be named as one of MXNet's."""
         is_ours = self.op == "Custom" and self.attrs["op_type"] == native.OP_TYPE
         return native.OP_TYPE if is_ours else self.op
 
     @property
-    def is_layout_copy(self):
+    def is_layout_copy(self) -> bool:
         """Whether it is a layout copy of our operator: it swaps an axis with itself."""
         return self.op == "SwapAxis" and self.attrs.get("dim1") == self.attrs.get("dim2")
 
-    def graphs(self):
+    def graphs(self) -> list[Graph]:
         """The graphs within a node, such as a loop's; changes to them are not written back."""
         return [Graph.of_json(part) for part in self.more.get("subgraphs", ())]
 
@@ -85,16 +99,18 @@ class Graph:
     ``heads`` are its outputs: a list of (node, output).
     """
 
-    def __init__(self, symbol):
+    heads: list[NodeEntry]
+
+    def __init__(self, symbol: mx.sym.Symbol) -> None:
         self._read(json.loads(symbol.tojson()))
         # A SymbolBlock that is called twice has two nodes for each variable.
-        first = {}
+        first: dict[str, Node] = {}
         self.rewrite(
             lambda node: (first.setdefault(node.name, node), 0) if node.op == "null" else None
         )
 
-    def _read(self, graph):
-        nodes = []
+    def _read(self, graph: Mapping[str, Any]) -> None:
+        nodes: list[Node] = []
         for entry in graph["nodes"]:
             known = {"op", "name", "attrs", "inputs"}
             more = {key: value for key, value in entry.items() if key not in known}
@@ -104,14 +120,15 @@ class Graph:
         self._attrs = graph.get("attrs", {})
 
     @classmethod
-    def of_json(cls, graph):
+    def of_json(cls, graph: Mapping[str, Any]) -> Graph:
         result = cls.__new__(cls)
         result._read(graph)
         return result
 
-    def nodes(self):
+    def nodes(self) -> list[Node]:
         """All nodes, each after its inputs."""
-        done, result = set(), []
+        done: set[int] = set()
+        result: list[Node] = []
         stack = [(head, False) for head, _ in reversed(self.heads)]
         while stack:
             node, complete = stack.pop()
@@ -123,13 +140,13 @@ class Graph:
                 stack.extend((source, False) for source, _ in reversed(node.inputs))
         return result
 
-    def variables(self):
+    def variables(self) -> set[str]:
         """The names of inputs and parameters."""
         return {node.name for node in self.nodes() if node.op == "null"}
 
-    def users(self):
+    def users(self) -> Users:
         """{id of a node: [(node that uses it, number of the input)]}; a head is (None, number)."""
-        result = {}
+        result: Users = {}
         for node in self.nodes():
             result.setdefault(id(node), [])
             for number, (source, _) in enumerate(node.inputs):
@@ -138,39 +155,39 @@ class Graph:
             result[id(source)].append((None, number))
         return result
 
-    def entry(self, user, number):
+    def entry(self, user: Node | None, number: int) -> NodeEntry:
         """The (node, output) that a user of :meth:`users` takes."""
         return self.heads[number] if user is None else user.inputs[number]
 
-    def rewrite(self, change):
+    def rewrite(self, change: Callable[[Node], NodeEntry | None]) -> None:
         """Replaces nodes in one pass from the inputs up.
 
         change(node) is called once for each node, in the order that :meth:`nodes` has before the
         first change, once the node's inputs have been replaced. It returns the entry that replaces
         the node's first output, or None.
         """
-        new = {}
+        new: dict[tuple[int, int], NodeEntry] = {}
 
-        def moved(entry):
+        def moved(entry: NodeEntry) -> NodeEntry:
             return new.get((id(entry[0]), entry[1]), entry)
 
         nodes = self.nodes()
         for node in nodes:
             node.inputs = [moved(entry) for entry in node.inputs]
-            entry = change(node)
-            if entry:
-                new[id(node), 0] = entry
+            replacement = change(node)
+            if replacement:
+                new[id(node), 0] = replacement
         self.heads = [moved(entry) for entry in self.heads]
 
-    def free_name(self, name):
+    def free_name(self, name: str) -> str:
         """`name`, or `name` and a number if a node has that name."""
         return _free(name, {node.name for node in self.nodes()}, "")
 
-    def _json(self):
+    def _json(self) -> dict[str, Any]:
         nodes = self.nodes()
         numbers = {id(node): number for number, node in enumerate(nodes)}
 
-        def entries(pairs):
+        def entries(pairs: Iterable[NodeEntry]) -> list[list[int]]:
             return [[numbers[id(node)], output, 0] for node, output in pairs]
 
         written = [
@@ -190,16 +207,16 @@ class Graph:
             "attrs": self._attrs,
         }
 
-    def symbol(self):
+    def symbol(self) -> mx.sym.Symbol:
         # MXNet does not read escaped letters.
         return mx.sym.load_json(json.dumps(self._json(), ensure_ascii=False))
 
-    def symbol_like(self, other):
+    def symbol_like(self, other: mx.sym.Symbol) -> mx.sym.Symbol:
         """The symbol, one of NumPy's if the other is."""
         symbol = self.symbol()
         return symbol.as_np_ndarray() if is_numpy(other) else symbol
 
-    def name_apart(self):
+    def name_apart(self) -> None:
         """Makes the names of nodes unique, even if a block was called several times: ONNX
         identifies values by name. Variables keep theirs, which parameters have."""
         names = self.variables()
@@ -208,24 +225,24 @@ class Graph:
                 node.name = _free(node.name, names, "_")
                 names.add(node.name)
 
-    def all_nodes(self):
+    def all_nodes(self) -> list[Node]:
         """All nodes, including those of graphs within nodes, which can be read but not changed."""
         nodes = self.nodes()
         inner = [graph for node in nodes for graph in node.graphs()]
         return nodes + [node for graph in inner for node in graph.all_nodes()]
 
 
-def _free(name, taken, separator):
+def _free(name: str, taken: Collection[str], separator: str) -> str:
     names = itertools.chain([name], (f"{name}{separator}{n}" for n in itertools.count(1)))
     return next(name for name in names if name not in taken)
 
 
-def is_fused(node):
+def is_fused(node: Node) -> bool:
     """Whether a node of ours computes more than the normalization."""
     return has_residual(node) or settings_of(node).activation is not None
 
 
-def is_random(node, training=False):
+def is_random(node: Node, training: bool = False) -> bool:
     """Whether a node draws random numbers."""
     if node.op == "Dropout":
         return training or node.attrs.get("mode") == "always"
@@ -234,15 +251,15 @@ def is_random(node, training=False):
     return training and in_training or bool(_RANDOM.match(node.op))
 
 
-def has_residual(node):
+def has_residual(node: Node) -> bool:
     return is_true(node.attrs.get("residual", "False"))
 
 
-def is_in_place(node):
+def is_in_place(node: Node) -> bool:
     return node.operator in OUR_OPERATOR and settings_of(node).inplace
 
 
-def taken_apart(node):
+def taken_apart(node: Node) -> tuple[NodeEntry, NodeEntry | None, list[NodeEntry]]:
     """The entries (x, residual or None, parameters) of a node of batch normalization. x and the
     residual are those before their layout copies."""
     x, *parameters = node.inputs
@@ -250,7 +267,7 @@ def taken_apart(node):
     return before_layout_copies(x), residual and before_layout_copies(residual), parameters
 
 
-def unfused(node, y, residual):
+def unfused(node: Node, y: NodeEntry, residual: NodeEntry | None) -> NodeEntry:
     """The entry y of a normalization, followed by separate nodes for the residual and activation of
     our node."""
     if residual:
@@ -264,13 +281,13 @@ def unfused(node, y, residual):
     return y
 
 
-def with_node_ids(symbol):
+def with_node_ids(symbol: mx.sym.Symbol) -> mx.sym.Symbol:
     """A symbol in which the nodes of a layer that has several are numbered, in the order of the
     graph. So the numbers depend on the graph alone, not on what else a process has traced."""
     if symbol.tojson().count(native.OP_TYPE) < 2:
         return symbol
     graph = Graph(symbol)
-    nodes_of = collections.defaultdict(list)
+    nodes_of: dict[str, list[Node]] = collections.defaultdict(list)
     for node in graph.nodes():
         if node.operator in OUR_OPERATOR:
             nodes_of[node.attrs["layer"]].append(node)
@@ -281,7 +298,11 @@ def with_node_ids(symbol):
     return graph.symbol_like(symbol) if several else symbol
 
 
-def make_stock(graph, within=None, operators=(*STOCK_OPERATORS, *OUR_OPERATOR)):
+def make_stock(
+    graph: Graph,
+    within: Node | None = None,
+    operators: Collection[str] = (*STOCK_OPERATORS, *OUR_OPERATOR),
+) -> None:
     """Turns batch normalization of these kinds in a Graph into the stock operator ``BatchNorm``,
     followed by nodes for its residual and activation.
 
@@ -297,7 +318,7 @@ def make_stock(graph, within=None, operators=(*STOCK_OPERATORS, *OUR_OPERATOR)):
             node.more["subgraphs"] = [part._json() for part in graphs]
     users = graph.users()
 
-    def change(node):
+    def change(node: Node) -> NodeEntry | None:
         if node.is_layout_copy:
             return node.inputs[0]
         operator = node.operator
@@ -321,14 +342,14 @@ def make_stock(graph, within=None, operators=(*STOCK_OPERATORS, *OUR_OPERATOR)):
         if STOCK_OPERATORS.get(operator):
             node.attrs["activation"] = "relu"
         settings = settings_of(node)
-        attrs = {
+        values = {
             "axis": settings.axis,
             "eps": settings.epsilon,
             "fix_gamma": settings.fix_gamma,
             "momentum": 0.9 if settings.momentum is None else settings.momentum,
             "use_global_stats": settings.use_global_stats,
         }
-        attrs = {name: str(value) for name, value in attrs.items()}
+        attrs = {name: str(value) for name, value in values.items()}
         # With momentum=None there is another input for training: num_batches_tracked.
         norm = Node("BatchNorm", node.name, attrs, [x, *parameters[: len(ROLES)]])
         return unfused(node, (norm, 0), residual)
@@ -336,13 +357,13 @@ def make_stock(graph, within=None, operators=(*STOCK_OPERATORS, *OUR_OPERATOR)):
     graph.rewrite(change)
 
 
-def add_layout_copies(graph):
+def add_layout_copies(graph: Graph) -> Graph:
     """Lets the CPU run a graph that was traced for GPUs, which need no layout copies."""
 
-    def copy(entry):
+    def copy(entry: NodeEntry) -> NodeEntry:
         return Node("SwapAxis", "layout_copy", {"dim1": "0", "dim2": "0"}, [entry]), 0
 
-    def change(node):
+    def change(node: Node) -> NodeEntry | None:
         if node.operator not in OUR_OPERATOR or not is_true(node.attrs["gpu_only"]):
             return None
         node.attrs["gpu_only"] = "False"
@@ -354,13 +375,13 @@ def add_layout_copies(graph):
     return graph
 
 
-def before_layout_copies(entry):
+def before_layout_copies(entry: NodeEntry) -> NodeEntry:
     while entry[0].is_layout_copy:
         entry = entry[0].inputs[0]
     return entry
 
 
-def _require_one_output(graph, node, users):
+def _require_one_output(graph: Graph, node: Node, users: Iterable[tuple[Node | None, int]]) -> None:
     for user, number in users:
         if graph.entry(user, number)[1] > 0:
             where = "an output of the net" if user is None else f"an input of {user.name}"

@@ -1,11 +1,14 @@
 """The graph of a net in inference. The net does not change."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import re
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
 
 import mxnet as mx
-from mxnet.gluon import HybridBlock, SymbolBlock
+from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.util import is_np_array, is_np_shape, np_array, np_shape
 
@@ -14,17 +17,25 @@ from .blocks import walk
 from .symbol_block import SyncGraph, composed
 from .symbols import ExportError, variable
 
+if TYPE_CHECKING:
+    import numpy as np
 
-def parameters_of(net):
+# {name: the parameters with that name}
+Parameters = Mapping[str, Sequence[Parameter]]
+
+
+def parameters_of(net: Block) -> dict[str, list[Parameter]]:
     """{name: the parameters with that name} of a net."""
-    found = {}
+    found: dict[str, dict[int, Parameter]] = {}
     for _, block in walk(net):
         for parameter in (*block.params.values(), *getattr(block, "_reg_params", {}).values()):
             found.setdefault(parameter.name, {})[id(parameter)] = parameter
     return {name: list(same.values()) for name, same in found.items()}
 
 
-def trace(net, shapes, parameters):
+def trace(
+    net: Block, shapes: Sequence[Any] | None, parameters: Parameters
+) -> tuple[mx.sym.Symbol, list[str]]:
     """The symbol of a net in inference, and the names of its inputs. Parameters that share a name
     get a number after it."""
     with _in_inference(net, parameters):
@@ -41,14 +52,19 @@ def trace(net, shapes, parameters):
     return symbol, [each.name for each in variables]
 
 
-def run(net, parameters, values, inputs):
+def run(
+    net: Block,
+    parameters: Parameters,
+    values: Mapping[Parameter, mx.nd.NDArray],
+    inputs: Sequence[np.ndarray],
+) -> list[np.ndarray]:
     """The outputs of the net itself in inference, as NumPy arrays: on the CPU and not hybridized.
 
     values: {parameter: NDArray} to compute with; inputs: NumPy arrays, in the order of the inputs.
     """
     with _in_inference(net, parameters) as is_np, contextlib.ExitStack() as undo, mx.cpu():
 
-        def change(thing, **attributes):
+        def change(thing: Any, **attributes: Any) -> None:
             undo.callback(vars(thing).update, {name: vars(thing)[name] for name in attributes})
             vars(thing).update(attributes)
 
@@ -68,7 +84,7 @@ def run(net, parameters, values, inputs):
 
 
 @contextlib.contextmanager
-def _in_inference(net, parameters):
+def _in_inference(net: Block, parameters: Parameters) -> Iterator[bool]:
     is_np = _is_numpy_net(net, parameters)
     with contextlib.ExitStack() as stack:
         # MXNet's NumPy arrays need its NumPy shapes.
@@ -80,11 +96,11 @@ def _in_inference(net, parameters):
         yield is_np
 
 
-def _is_compiled(net):
+def _is_compiled(net: Block) -> bool:
     return isinstance(net, HybridBlock) and bool(net._cached_graph)
 
 
-def _is_numpy_net(net, parameters):
+def _is_numpy_net(net: Block, parameters: Parameters) -> bool:
     """Whether a net computes with MXNet's NumPy arrays, by `set_np` or by `use_np`."""
     if _is_compiled(net):
         return is_numpy(net._cached_graph[0][0])
@@ -94,14 +110,14 @@ def _is_numpy_net(net, parameters):
     return any(map(is_numpy, arrays)) if arrays else is_np_array()
 
 
-def _input_names(net, shapes):
+def _input_names(net: Block, shapes: Sequence[Any] | None) -> list[str]:
     if _is_compiled(net):
         return [known.name for known in net._cached_graph[0]]
     count = len(shapes or [None])
     return ["data"] if count == 1 else [f"data{number}" for number in range(count)]
 
 
-def _arguments(net, inputs):
+def _arguments(net: Block, inputs: Sequence[Any]) -> Sequence[Any]:
     """The arguments of a call of the net, made from its inputs."""
     if not _is_compiled(net):
         return inputs
@@ -112,7 +128,7 @@ def _arguments(net, inputs):
     )
 
 
-def _sizes(form):
+def _sizes(form: int | Sequence[Any]) -> list[int]:
     """1 for each input in MXNet's description of a call, or 0 for None."""
     if isinstance(form, int):
         return [0] if form < 0 else [1] * max(1, form)
@@ -120,7 +136,7 @@ def _sizes(form):
 
 
 @contextlib.contextmanager
-def _unchanged(net, parameters):
+def _unchanged(net: Block, parameters: Parameters) -> Iterator[None]:
     """Restores what tracing changes, and disables the blocks' hooks."""
     blocks = [block for _, block in walk(net)]
     with contextlib.ExitStack() as undo:
@@ -142,11 +158,11 @@ def _unchanged(net, parameters):
         yield
 
 
-def numbered(name, number):
+def numbered(name: str, number: int) -> str:
     return f"{name}#{number}"
 
 
-def last_line(error):
+def last_line(error: BaseException | None) -> str:
     """The message of an error, without MXNet's stack trace and line numbers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else type(error).__name__

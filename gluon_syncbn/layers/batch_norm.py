@@ -1,11 +1,13 @@
 """SyncBatchNorm, the layer."""
 
-import functools
+from __future__ import annotations
+
 import inspect
-import logging
 import math
 import numbers
 import reprlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import mxnet as mx
 import numpy as np
@@ -15,37 +17,16 @@ from mxnet.util import is_np_array
 
 from .. import native
 from ..arguments import error_for, is_number, is_whole
-from ..groups.group import check_group
-from .operator import Settings, is_bfloat16, is_numpy, sync_batch_norm
+from ..groups.group import SyncGroup, check_group
+from ._advice import ELSEWHERE, hint_at_small
+from .operator import ArrayOrSymbol, Settings, is_bfloat16, is_numpy, sync_batch_norm
 from .synced_layer import SyncedLayer
 
-_log = logging.getLogger("gluon_syncbn")
-
-# What to do about arguments of other libraries' layers.
-_ELSEWHERE = {
-    "affine": "give center and scale",
-    "eps": "give epsilon",
-    "fix_gamma": "give scale, its opposite",
-    "fuse_relu": "give activation='relu'",
-    "key": "leave it out: each layer has its own",
-    "ndev": "give num_devices",
-    "num_features": "give in_channels",
-    "process_group": "give group, a SyncGroup",
-    "track_running_stats": "leave it out. Inference uses running statistics, and training too with "
-    "use_global_stats=True",
-}
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 
-@functools.lru_cache(maxsize=None)  # Once for each value, and not for each layer of a net.
-def _hint_at_small(momentum):
-    _log.warning(
-        f"momentum={momentum:g} gives each new batch a weight of {1 - momentum:g} in the running "
-        f"statistics. In PyTorch momentum is the weight of the new batch: its {momentum:g} is "
-        f"momentum={1 - momentum:g} here."
-    )
-
-
-def _same_memory(a, b):
+def _same_memory(a: mx.Context, b: mx.Context) -> bool:
     """Whether MXNet finds the same array of a Parameter for both contexts: cpu, cpu_pinned and
     cpu_shared count as one."""
     return (a.device_typeid & 1, a.device_id) == (b.device_typeid & 1, b.device_id)
@@ -151,28 +132,28 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def __init__(
         self,
-        axis=1,
-        momentum=0.9,
-        epsilon=1e-5,
-        center=True,
-        scale=True,
-        use_global_stats=False,
-        beta_initializer="zeros",
-        gamma_initializer="ones",
-        running_mean_initializer="zeros",
-        running_variance_initializer="ones",
-        in_channels=0,
-        num_devices=None,
-        group=None,
-        running_variance="biased",
-        activation=None,
-        slope=0.01,
-        inplace=False,
-        **kwargs,
-    ):
+        axis: int = 1,
+        momentum: float | None = 0.9,
+        epsilon: float = 1e-5,
+        center: bool = True,
+        scale: bool = True,
+        use_global_stats: bool = False,
+        beta_initializer: str | mx.init.Initializer = "zeros",
+        gamma_initializer: str | mx.init.Initializer = "ones",
+        running_mean_initializer: str | mx.init.Initializer = "zeros",
+        running_variance_initializer: str | mx.init.Initializer = "ones",
+        in_channels: int = 0,
+        num_devices: int | None = None,
+        group: SyncGroup | None = None,
+        running_variance: str = "biased",
+        activation: str | None = None,
+        slope: float = 0.01,
+        inplace: bool = False,
+        **kwargs: Any,
+    ) -> None:
         for name in set(kwargs) - {"prefix", "params"}:
             known = [*inspect.signature(SyncBatchNorm).parameters][:-1] + ["prefix", "params"]
-            advice = _ELSEWHERE.get(name, f"give some of {', '.join(known)}")
+            advice = ELSEWHERE.get(name, f"give some of {', '.join(known)}")
             raise TypeError(f"{type(self).__name__} has no argument {name!r}: {advice}.")
         # Data has 2 to 5 axes.
         if not (is_whole(axis) and -5 <= axis < 5):
@@ -186,7 +167,7 @@ class SyncBatchNorm(nn.BatchNorm):
                 f"momentum is {momentum!r}: give a number from 0 to 1, or None."
             )
         if momentum and momentum < 0.5:
-            _hint_at_small(float(momentum))
+            hint_at_small(float(momentum))
         if not (is_number(epsilon) and 0 <= epsilon < math.inf):
             raise error_for(epsilon)(f"epsilon is {epsilon!r}: give a number of 0 or more.")
         if str(running_variance) not in ("biased", "unbiased"):
@@ -257,17 +238,17 @@ class SyncBatchNorm(nn.BatchNorm):
         self._own_group = group
         self._meet()
 
-    def _meet(self):
+    def _meet(self) -> None:
         """Gives the block a layer of its own in the native library."""
         self._layer = SyncedLayer.of(self)
 
     @property
-    def group(self):
+    def group(self) -> SyncGroup:
         """The SyncGroup of the layer: its own, or the default one."""
         return self._layer.group
 
     @group.setter
-    def group(self, group):
+    def group(self, group: SyncGroup | None) -> None:
         raise AttributeError(
             f"{type(self).__name__}.group cannot be set, to {group!r}: give the group to "
             "SyncBatchNorm(group=...), to gluon_syncbn.convert_sync_batchnorm(net, group=...) for "
@@ -275,7 +256,7 @@ class SyncBatchNorm(nn.BatchNorm):
             "have none of their own."
         )
 
-    def _settings(self):
+    def _settings(self) -> dict[str, Any]:
         stock = self._kwargs
         return {
             **self._own_settings,
@@ -286,19 +267,19 @@ class SyncBatchNorm(nn.BatchNorm):
             "use_global_stats": bool(stock["use_global_stats"]),
         }
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layer": None}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._meet()
 
-    def cast(self, dtype):
+    def cast(self, dtype: DTypeLike) -> None:
         # As nn.BatchNorm does for float16: parameters for 16-bit data are float32.
         halves = dtype == "bfloat16" or is_bfloat16(dtype)
         super().cast("float32" if halves else dtype)
 
-    def forward(self, x, residual=None):
+    def forward(self, x: ArrayOrSymbol, residual: ArrayOrSymbol | None = None) -> ArrayOrSymbol:
         if autograd.is_training():
             native.begin_training(self._layer)
         if residual is not None and self._own_settings["inplace"]:
@@ -309,7 +290,7 @@ class SyncBatchNorm(nn.BatchNorm):
         more = () if residual is None else (self._placed(residual),)
         return super().forward(self._placed(x), *more)
 
-    def _placed(self, x):
+    def _placed(self, x: ArrayOrSymbol) -> ArrayOrSymbol:
         """An input, on a context of the parameters."""
         if isinstance(x, (list, tuple)):
             raise TypeError(
@@ -345,16 +326,16 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def hybrid_forward(
         self,
-        F,
-        x,
-        residual=None,
+        F: ModuleType,
+        x: ArrayOrSymbol,
+        residual: ArrayOrSymbol | None = None,
         *,
-        gamma,
-        beta,
-        running_mean,
-        running_var,
-        num_batches_tracked=None,
-    ):
+        gamma: ArrayOrSymbol,
+        beta: ArrayOrSymbol,
+        running_mean: ArrayOrSymbol,
+        running_var: ArrayOrSymbol,
+        num_batches_tracked: ArrayOrSymbol | None = None,
+    ) -> ArrayOrSymbol:
         contexts = self._layer.contexts()
         on_cpu = not contexts or any(context.device_type != "gpu" for context in contexts)
         return sync_batch_norm(
@@ -372,7 +353,7 @@ class SyncBatchNorm(nn.BatchNorm):
             **self._settings(),
         )
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         group, devices = self._layer.group, self._layer.all_devices()
         text = "".join(
             f", {name}={value}"
@@ -394,6 +375,7 @@ class SyncBatchNormReLU(SyncBatchNorm):
     CPU, and omits the relu for NumPy's arrays.)
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, activation="relu", **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # To mypy, the arguments by position might reach that far.
+        super().__init__(*args, activation="relu", **kwargs)  # type: ignore[misc]
         self.fuse_relu = True

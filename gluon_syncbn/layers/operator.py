@@ -1,6 +1,9 @@
 """The operator as one call."""
 
-from typing import NamedTuple, Optional
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Callable, Mapping, NamedTuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -8,21 +11,26 @@ from mxnet.contrib.amp import amp
 
 from .. import native
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
 # As MXNet gives it to NumPy, which has no such dtype.
 _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+# What a layer is called with: a symbol where a graph is traced.
+ArrayOrSymbol = Union[mx.nd.NDArray, mx.sym.Symbol]
 _NUMPY = (mx.np.ndarray, mx.sym.np._Symbol)
 
 
-def is_numpy(x):
+def is_numpy(x: Any) -> bool:
     """Whether x is one of MXNet's NumPy arrays or symbols."""
     return isinstance(x, _NUMPY)
 
 
-def is_bfloat16(dtype):
+def is_bfloat16(dtype: DTypeLike) -> bool:
     return np.dtype(dtype) == _BFLOAT16
 
 
-def is_true(text):
+def is_true(text: str) -> bool:
     """The value of a flag among a node's attributes."""
     return text in ("True", "true", "1")
 
@@ -32,7 +40,7 @@ class Settings(NamedTuple):
     default here, in src/operator/call/attributes.h and in MXNet's BatchNorm are left out."""
 
     axis: int = 1
-    momentum: Optional[float] = 0.9
+    momentum: float | None = 0.9
     epsilon: float = 1e-5
     # Whether gamma counts as 1, with gradient 0.
     fix_gamma: bool = False
@@ -40,14 +48,14 @@ class Settings(NamedTuple):
     # Whether the running variance follows the batch's times M / (M - 1).
     unbiased: bool = False
     virtual_devices: int = 0
-    activation: Optional[str] = None
+    activation: str | None = None
     slope: float = 0.01
     inplace: bool = False
 
     @classmethod
-    def read(cls, attributes):
+    def read(cls, attributes: Mapping[str, str]) -> Settings:
         """The settings among a node's attributes, which are strings."""
-        settings = {}
+        settings: dict[str, Any] = {}
         for name, default in _DEFAULTS.items():
             text = attributes.get(name, str(default))
             if isinstance(default, bool):
@@ -63,7 +71,7 @@ _DEFAULTS = Settings()._asdict()
 _STOCK_HAS_OTHERS = {name: _DEFAULTS[name] for name in ("epsilon", "fix_gamma")}
 
 
-def _without_amp(function):
+def _without_amp(function: Callable[..., Any]) -> Callable[..., Any]:
     """An operator without the wrapper of ``amp.init``, which casts the data of every custom
     operator to float32, but not that of BatchNorm."""
     while getattr(function, "__globals__", None) is vars(amp):
@@ -73,21 +81,21 @@ def _without_amp(function):
 
 
 def sync_batch_norm(
-    F,
-    x,
-    gamma,
-    beta,
-    running_mean,
-    running_var,
-    num_batches_tracked=None,
+    F: ModuleType,
+    x: ArrayOrSymbol,
+    gamma: ArrayOrSymbol,
+    beta: ArrayOrSymbol,
+    running_mean: ArrayOrSymbol,
+    running_var: ArrayOrSymbol,
+    num_batches_tracked: ArrayOrSymbol | None = None,
     *,
-    layer,
-    residual=None,
-    copy_layout=False,
-    name=None,
-    node=None,
-    **settings,
-):
+    layer: native.Layer,
+    residual: ArrayOrSymbol | None = None,
+    copy_layout: bool | None = False,
+    name: str | None = None,
+    node: int | None = None,
+    **settings: Any,
+) -> ArrayOrSymbol:
     r"""What :class:`gluon_syncbn.SyncBatchNorm` computes for one device (Ioffe and Szegedy, 2015).
 
     x has shape (N, C, S): all axes before the channel axis count as N, all after it as S. Sums run

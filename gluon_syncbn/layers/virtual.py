@@ -1,5 +1,9 @@
 """VirtualBatchNorm: several devices' batch normalization on one device."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from ..arguments import error_for, is_whole
 from ..groups.group import SyncGroup
 from .batch_norm import SyncBatchNorm
@@ -44,7 +48,7 @@ class VirtualBatchNorm(SyncBatchNorm):
     normalization).
     """
 
-    def __init__(self, virtual_devices, **arguments):
+    def __init__(self, virtual_devices: int, **arguments: Any) -> None:
         if not (is_whole(virtual_devices) and 0 < virtual_devices < 1 << 16):
             raise error_for(virtual_devices)(
                 f"virtual_devices is {virtual_devices!r}: give the number of chunks into which a "
