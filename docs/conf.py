@@ -50,6 +50,8 @@ nitpick_ignore = [("py:exc", "MXNetError")]
 # Public names have headings of their own.
 toc_object_entries = False
 autodoc_member_order = "bysource"
+# The docstrings say the types.
+autodoc_typehints = "none"
 napoleon_use_param = napoleon_use_rtype = False
 napoleon_custom_sections = [
     ("Attributes", "params_style"),
