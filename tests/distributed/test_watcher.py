@@ -371,9 +371,6 @@ def test_slow_strangers_are_dropped_and_block_nobody(new_job, monkeypatch):
     assert is_alive(job)
 
 
-# Addresses.
-
-
 @pytest.mark.parametrize(
     "environment, expected",
     [
