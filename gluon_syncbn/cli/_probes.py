@@ -1,10 +1,11 @@
 """The doctor's checks that may fail or hang. Each runs in its own process.
 
-python probes.py import | kernels LIBRARY | train DEVICE ...
+python _probes.py import | kernels LIBRARY | train DEVICE ...
 """
 
 import json
 import sys
+from typing import Any, Callable, Dict
 
 
 def load():
@@ -71,5 +72,6 @@ def train(*names):
 if __name__ == "__main__":
     # Do not import from this folder, which has modules of the package.
     del sys.path[0]
-    probe = {"import": load, "kernels": kernels, "train": train}[sys.argv[1]]
+    probes: Dict[str, Callable[..., Any]] = {"import": load, "kernels": kernels, "train": train}
+    probe = probes[sys.argv[1]]
     print("RESULT", json.dumps(probe(*sys.argv[2:])))

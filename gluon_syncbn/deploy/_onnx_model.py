@@ -1,9 +1,12 @@
 """Converts a stock graph to ONNX with MXNet's converters, and works around their faults."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import io
 import re
+from typing import Any, Callable
 
 import mxnet as mx
 import numpy as np
@@ -156,10 +159,10 @@ def _compare(model, symbol, run, values, arrays, shapes, dtype):
     except Exception as error:  # Of several classes that are not exported.
         raise ExportError(f"ONNX Runtime cannot run the model ({_line(error)}).") from error
     largest, errors = tolerance(arrays), differences(outputs, expected)
-    for number, error in enumerate(errors):
-        if not error <= largest:
+    for number, difference in enumerate(errors):
+        if not difference <= largest:
             raise ExportError(
-                f"ONNX Runtime's output {number} differs from the net's by {error:.2g} of the "
+                f"ONNX Runtime's output {number} differs from the net's by {difference:.2g} of the "
                 f"largest value, more than {largest:g}: a converter of MXNet's does not fit this "
                 "net, or the net amplifies rounding. Export without onnx=."
             )
@@ -237,7 +240,7 @@ def _convert_adaptive_pooling(onnx, shapes, node, outputs_lookup, initializer, *
     ]
 
 
-_OWN = {
+_OWN: dict[str, Callable[..., Any]] = {
     "BatchNorm": _convert_batch_norm,
     "_contrib_AdaptiveAvgPooling2D": _convert_adaptive_pooling,
 }

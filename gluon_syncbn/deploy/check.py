@@ -102,11 +102,11 @@ def check(run, values, symbol, arrays, shapes, title, advice=REPORT):
             "was written."
         ) from error
     errors = differences(outputs, wanted)
-    for number, error in enumerate(errors):
-        if not error <= tolerance(arrays):
+    for number, difference in enumerate(errors):
+        if not difference <= tolerance(arrays):
             raise ExportError(
                 f"Output {number} of the exported graph differs from that of {title} by "
-                f"{error:.2g} of the largest value, on random inputs of shape "
+                f"{difference:.2g} of the largest value, on random inputs of shape "
                 f"{', '.join(map(str, shapes.values()))}. {advice} No file was written."
             )
     return max(errors)

@@ -1,30 +1,31 @@
 """Writes a trained net for stock MXNet and ONNX Runtime, which load it without this package."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os
 from operator import index
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
 import numpy as np
+from mxnet.gluon import Block
 
 from ..arguments import error_for, is_whole
 from ..graph.blocks import check_block
 from ..graph.symbols import (
     ExportError,
     Graph,
-    Node,
-    is_in_place,
     is_random,
     make_stock,
-    settings_of,
 )
 from ..graph.trace import last_line, parameters_of, run, trace
 from ..layers.operator import is_bfloat16
 from . import _onnx_model
 from ._dtypes import DTYPES, cast_all, input_dtype, write_types
 from ._fold import fold as fold_graph
+from ._gammas import set_fixed_gammas, set_least_gammas
 from ._values import used_parameters, values_of
 from .check import REPORT, check, likely_shapes
 from .files import (
@@ -65,14 +66,14 @@ class Exported(NamedTuple):
 
     symbol: str
     params: str
-    onnx: Optional[str]
-    onnx_error: Optional[float]
-    folded: Tuple[str, ...]
-    left: Dict[str, str]
-    error: Optional[float]
+    onnx: str | None
+    onnx_error: float | None
+    folded: tuple[str, ...]
+    left: dict[str, str]
+    error: float | None
 
-    def __str__(self):
-        def line(files, error):
+    def __str__(self) -> str:
+        def line(files: str, error: float | None) -> str:
             if error is None:
                 return f"{files} (not compared with the net)"
             return f"{files} (differs from the net by {error:.1g} of the largest value)"
@@ -86,8 +87,15 @@ class Exported(NamedTuple):
 
 
 def export(
-    net, path, epoch=0, fold=False, onnx=None, input_shape=None, dtype=None, any_batch=False
-):
+    net: Block,
+    path: str | os.PathLike[str],
+    epoch: int = 0,
+    fold: bool = False,
+    onnx: str | os.PathLike[str] | None = None,
+    input_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    dtype: Any = None,
+    any_batch: bool = False,
+) -> Exported:
     r"""Writes a net for inference with stock operators: ``path-symbol.json`` and
     ``path-0000.params``.
 
@@ -173,7 +181,7 @@ def export(
     graph = Graph(symbol)
     used = used_parameters(parameters, graph, inputs)
 
-    def run_net(values, data):
+    def run_net(values: Mapping[str, Any], data: Mapping[str, Any]) -> list[np.ndarray]:
         by_parameter = {used[name]: array for name, array in values.items()}
         try:
             return run(net, parameters, by_parameter, [data[name] for name in inputs])
@@ -188,16 +196,24 @@ def export(
 class Target(NamedTuple):
     """The arguments of :func:`export` after the net; `shapes` is a list or None."""
 
-    path: str
+    path: str | os.PathLike[str]
     epoch: int
     fold: bool
-    onnx: Optional[str]
-    shapes: Optional[list]
-    dtype: Optional[str]
+    onnx: str | os.PathLike[str] | None
+    shapes: list[tuple[int, ...]] | None
+    dtype: str | None
     any_batch: bool
 
 
-def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
+def write_graph(
+    graph: Graph,
+    arrays: dict[str, Any],
+    inputs: Sequence[str],
+    target: Target,
+    title: str,
+    run: Callable[[Mapping[str, Any], Mapping[str, Any]], list[np.ndarray]],
+    advice: str = REPORT,
+) -> Exported:
     """Exports a Graph with any kind of batch normalization, for a target that was checked.
 
     arrays: {name: NDArray}; inputs: names; run(arrays, {input: NumPy array}): the outputs that the
@@ -211,7 +227,7 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
             f"({', '.join(inputs)}): give one for each."
         )
     all_shapes = dict(zip(inputs, shapes)) if shapes else likely_shapes(symbol, arrays, inputs)
-    _set_least_gammas(graph, arrays)
+    set_least_gammas(graph, arrays)
     make_stock(graph)
     _require_stock(graph)
     graph.name_apart()
@@ -246,7 +262,7 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
         model = _onnx_model.to_onnx(graph, arrays, named, dtype_of_inputs, any_batch)
         writers[onnx] = bytes_writer(model)
 
-    def compare(temporary):
+    def compare(temporary: Mapping[str, str]) -> None:
         nonlocal error, onnx_error
         written = read_symbol(temporary[symbol_file])
         # The names have arg: or aux: before them. MXNet loads a file without arrays as a list.
@@ -261,14 +277,14 @@ def write_graph(graph, arrays, inputs, target, title, run, advice=REPORT):
     return Exported(symbol_file, params_file, onnx, onnx_error, tuple(folded), left, error)
 
 
-def _prepare(graph, arrays, dtype):
+def _prepare(graph: Graph, arrays: dict[str, Any], dtype: Any) -> None:
     """Drops what only training needs."""
     for name in set(arrays) - {node.name for node in graph.nodes()}:
         del arrays[name]
     if dtype:
         # The next steps do not support bfloat16, and float32 holds its values exactly.
         arrays.update({n: a.astype("float32") for n, a in arrays.items() if is_bfloat16(a.dtype)})
-    _set_fixed_gammas(graph, arrays)
+    set_fixed_gammas(graph, arrays)
     for node in graph.nodes():
         if node.op == "null":
             # An initializer may be a class that the reader of the file does not have.
@@ -276,7 +292,7 @@ def _prepare(graph, arrays, dtype):
                 node.attrs.pop(key, None)
 
 
-def _check_shapes(input_shape):
+def _check_shapes(input_shape: Any) -> list[tuple[int, ...]] | None:
     """A list of shapes, or None."""
     if input_shape is None:
         return None
@@ -293,7 +309,7 @@ def _check_shapes(input_shape):
     )
 
 
-def check_target(target):
+def check_target(target: Target) -> None:
     """Raises ValueError, TypeError, or ExportError if the packages for ONNX are missing."""
     for name, value in (("path", target.path), ("onnx", target.onnx or "")):
         if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
@@ -318,7 +334,7 @@ def check_target(target):
         raise ValueError(f"dtype is {target.dtype!r}: give one of {', '.join(DTYPES)}, or None.")
 
 
-def _require_stock(graph):
+def _require_stock(graph: Graph) -> None:
     custom = sorted({n.attrs["op_type"] for n in graph.all_nodes() if n.op == "Custom"})
     if custom:
         raise ExportError(
@@ -327,7 +343,7 @@ def _require_stock(graph):
         )
 
 
-def _require_onnx(graph, arrays, dtype):
+def _require_onnx(graph: Graph, arrays: Mapping[str, Any], dtype: Any) -> None:
     """The outputs must not be random, and MXNet's converters must know the dtype."""
 
     random = {node.op for node in filter(is_random, graph.all_nodes())}
@@ -342,47 +358,7 @@ def _require_onnx(graph, arrays, dtype):
         )
 
 
-def _set_fixed_gammas(graph, arrays):
-    """Writes 1 for each gamma that ``fix_gamma`` fixes: MXNet overwrites the value, and other
-    readers may ignore the flag."""
-
-    def is_fixed(node):
-        return node and node.op == "BatchNorm" and settings_of(node).fix_gamma
-
-    users = graph.users()
-    for norm in filter(is_fixed, graph.nodes()):
-        gamma, _ = norm.inputs[1]
-        if gamma.name in arrays:
-            ones = mx.nd.ones_like(arrays[gamma.name])
-            if not all(is_fixed(user) and number == 1 for user, number in users[id(gamma)]):
-                gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
-                norm.inputs[1] = gamma, 0
-            arrays[gamma.name] = ones
-    # Subgraphs refer to the same parameters by name.
-    for norm in filter(is_fixed, graph.all_nodes()):
-        name = norm.inputs[1][0].name
-        if name in arrays:
-            arrays[name] = mx.nd.ones_like(arrays[name])
-
-
-def _set_least_gammas(graph, arrays):
-    """Gives each in-place node a gamma of the magnitude that it uses, at least epsilon, and makes
-    it work out of place."""
-    users = graph.users()
-    for norm in graph.nodes():
-        gamma = is_in_place(norm) and norm.inputs[1][0]
-        if not gamma or gamma.op != "null" or gamma.name not in arrays:
-            continue
-        norm.attrs["inplace"] = "False"
-        value, least = arrays[gamma.name].asnumpy(), settings_of(norm).epsilon
-        if len(users[id(gamma)]) > 1:
-            gamma = Node("null", graph.free_name(f"{norm.name}_gamma"))
-            norm.inputs[1] = gamma, 0
-        value = np.where(np.abs(value) < least, np.copysign(least, value), value)
-        arrays[gamma.name] = mx.nd.array(value, dtype=value.dtype)
-
-
-def _check_inference(symbol, shapes):
+def _check_inference(symbol: mx.symbol.Symbol, shapes: Mapping[str, Any]) -> None:
     try:
         symbol.infer_shape_partial(**shapes)
     except Exception as error:  # MXNet raises a plain Exception for sides of 2 ** 31 or more.
