@@ -3,15 +3,18 @@
 Each function adds what is missing, and leaves alone what is there.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import types
 from importlib.util import find_spec
+from typing import Any, Callable
 
 from ._environment import inherit, is_needed
 
 
-def _before_mxnet():
+def _before_mxnet() -> None:
     import numpy
 
     add_numpy_names(numpy)
@@ -22,21 +25,21 @@ def _before_mxnet():
         inherit(os.environ)
 
 
-def add_numpy_names(numpy):
+def add_numpy_names(numpy: Any) -> None:
     """Adds names that NumPy 1.24 to 2 removed, and MXNet and gluoncv still use."""
     if _release(numpy.__version__) < (1, 24):
         return
 
-    def renamed(name, new):
+    def renamed(name: str, new: str) -> Callable[..., Any]:
         # A new function, as MXNet registers one of its own for each name.
-        def function(*args, **kwargs):
+        def function(*args: Any, **kwargs: Any) -> Any:
             return getattr(numpy, new)(*args, **kwargs)
 
         function.__name__ = name
         return function
 
-    def moved_to_numpy_financial(name):
-        def function(*args, **kwargs):
+    def moved_to_numpy_financial(name: str) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(
                 f"numpy.{name} was removed from NumPy 1.20: use {name} of numpy_financial"
             )
@@ -44,7 +47,7 @@ def add_numpy_names(numpy):
         function.__name__ = name
         return function
 
-    names = {
+    names: dict[str, Any] = {
         "Inf": numpy.inf,
         "NAN": numpy.nan,
         "NINF": -numpy.inf,
@@ -74,24 +77,24 @@ def add_numpy_names(numpy):
             setattr(numpy, name, value)
 
 
-def _release(version):
+def _release(version: str) -> tuple[int, ...]:
     """(2, 1) of "2.1.0rc1"."""
     return tuple(int(number) for number in version.split(".")[:2])
 
 
-def add_distutils():
+def add_distutils() -> None:
     """``distutils.version``, which is all that MXNet and gluoncv use of distutils. Python 3.12
     removed it; setuptools, where it is installed, brings the whole of it."""
     from . import _distutils_version
 
-    distutils = types.ModuleType("distutils", "Added by mxnet_compat.")
+    distutils: Any = types.ModuleType("distutils", "Added by mxnet_compat.")
     distutils.__path__ = []
     distutils.version = _distutils_version
     sys.modules["distutils"] = distutils
     sys.modules["distutils.version"] = _distutils_version
 
 
-def _after_mxnet(mxnet):
+def _after_mxnet(mxnet: Any) -> None:
     import numpy
 
     if mxnet.__version__ != "1.9.1":
@@ -108,23 +111,23 @@ def _after_mxnet(mxnet):
             _rename_attribute(function, "tostring", "tobytes")
 
 
-def _accept_named_tuples(multiarray):
+def _accept_named_tuples(multiarray: Any) -> None:
     """Lets mx.np functions that NumPy computes return named tuples. NumPy returns them since 1.25,
     as from ``linalg.qr``, and MXNet would create them again from a list."""
     convert = multiarray._as_mx_np_array
 
-    def as_mx_np_array(object, ctx=None):
+    def as_mx_np_array(object: Any, ctx: Any = None) -> Any:
         return convert(tuple(object) if hasattr(object, "_fields") else object, ctx)
 
     multiarray._as_mx_np_array = as_mx_np_array
 
 
-def parameter_text(value):
+def parameter_text(value: Any) -> str:
     """``str(value)``, with NumPy scalars inside tuples and lists as NumPy 1 wrote them."""
     return str(_with_bare_numbers(value)) if type(value) in (tuple, list) else str(value)
 
 
-def _with_bare_numbers(value):
+def _with_bare_numbers(value: Any) -> Any:
     import numpy
 
     if type(value) in (tuple, list):
@@ -138,20 +141,20 @@ class _Bare(str):
     __repr__ = str.__str__
 
 
-def _rename_attribute(function, old, new):
+def _rename_attribute(function: types.FunctionType, old: str, new: str) -> None:
     """Makes a function use another attribute, for everybody who holds the function."""
     code = function.__code__
     names = tuple(new if name == old else name for name in code.co_names)
     function.__code__ = code.replace(co_names=names)
 
 
-def add_onnx_mapping(onnx):
+def add_onnx_mapping(onnx: Any) -> None:
     """``onnx.mapping``, which onnx 1.17 removed."""
     if find_spec("onnx.mapping") is not None:
         return
     from onnx import TensorProto, helper
 
-    mapping = types.ModuleType("onnx.mapping", "Added by mxnet_compat.")
+    mapping: Any = types.ModuleType("onnx.mapping", "Added by mxnet_compat.")
     to_numpy = {}
     for kind in TensorProto.DataType.values():
         if kind != TensorProto.UNDEFINED:
@@ -162,14 +165,14 @@ def add_onnx_mapping(onnx):
     onnx.mapping = sys.modules["onnx.mapping"] = mapping
 
 
-def add_pillow_names(image):
+def add_pillow_names(image: Any) -> None:
     """A filter that Pillow 10 renamed."""
     if not hasattr(image, "ANTIALIAS"):
         image.ANTIALIAS = image.LANCZOS
 
 
 # Module: what to call before it is executed, and with the module afterwards.
-FIXES = {
+FIXES: dict[str, tuple[Callable[[], None], Callable[[Any], None]]] = {
     "mxnet": (_before_mxnet, _after_mxnet),
     "onnx": (lambda: None, add_onnx_mapping),
     "PIL.Image": (lambda: None, add_pillow_names),

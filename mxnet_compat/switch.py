@@ -1,5 +1,7 @@
 """Switches the hook on for every program of a Python environment, and off again."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import sysconfig
@@ -9,16 +11,16 @@ import sysconfig
 _LINE = 'import sys; exec("try:\\n    import mxnet_compat\\nexcept ImportError:\\n    pass")\n'
 
 
-def path():
+def path() -> str:
     """The file that switches the hook on."""
     return os.path.join(sysconfig.get_path("purelib"), "mxnet_compat.pth")
 
 
-def is_enabled():
+def is_enabled() -> bool:
     return os.path.exists(path())
 
 
-def enable():
+def enable() -> None:
     """Lets ``import mxnet`` work in every program of this environment. Raises OSError if its folder
     cannot be written."""
     temporary = f"{path()}.{os.getpid()}"
@@ -32,7 +34,7 @@ def enable():
         raise
 
 
-def disable():
+def disable() -> None:
     """Undoes `enable`."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(path())

@@ -47,6 +47,8 @@ Environment of a worker:
     the processes were started again: 0 at first.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import os
@@ -55,11 +57,12 @@ import socket
 import sys
 import threading
 import time
+from typing import Iterator, Sequence
 
 import mxnet_compat
 
 from . import runner
-from ._children import Launch, is_blocked, say
+from ._children import Launch, Spec, is_blocked, say
 from ._environment import (
     LOOPBACK,
     LaunchError,
@@ -88,7 +91,7 @@ _ONE_MACHINE = (
 )
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code."""
     _open_closed_streams()
     runner.ignore(runner.ANNOUNCEMENTS)  # So do all that is started from here.
@@ -105,7 +108,7 @@ def main(arguments=None):
     return code
 
 
-def _open_closed_streams():
+def _open_closed_streams() -> None:
     """Opens /dev/null for streams that are closed, as by ``>&-``. Otherwise the files that are
     opened next would get their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -113,7 +116,7 @@ def _open_closed_streams():
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
 
 
-def _parse(arguments):
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gluon_syncbn.launch",
         usage="python -m gluon_syncbn.launch [options] -n N script.py [arguments of the script]",
@@ -174,7 +177,7 @@ def _parse(arguments):
     return options
 
 
-def _run(options):
+def _run(options: argparse.Namespace) -> int:
     """Starts everything, and once more after each failure, up to --restarts times."""
     for number in range(options.restarts + 1):
         with contextlib.ExitStack() as stack:
@@ -189,7 +192,9 @@ def _run(options):
     return code
 
 
-def _launch(options, number, stack):
+def _launch(
+    options: argparse.Namespace, number: int, stack: contextlib.ExitStack
+) -> tuple[Launch, int]:
     """The `Launch` of everything, and the rank of this launcher. number: of the restart. `stack`
     closes what must stay open."""
     environment = {"PYTHONUNBUFFERED": "1", **os.environ, RESTART: str(number)}
@@ -218,7 +223,7 @@ def _launch(options, number, stack):
     return Launch(specs, command, options.grace, serves_others), position.rank
 
 
-def _hold_job(position):
+def _hold_job(position: Position) -> contextlib.AbstractContextManager[int]:
     """Holds the port of rank 0. Another launcher only keeps out a second one of its rank here, as
     of a second job, whose workers would take part in the first one."""
     if position.rank == 0:
@@ -227,7 +232,7 @@ def _hold_job(position):
 
 
 @contextlib.contextmanager
-def _hold(host=LOOPBACK, port=0, name=None):
+def _hold(host: str | None = LOOPBACK, port: int = 0, name: str | None = None) -> Iterator[int]:
     """Holds this port, or any free one. It is bound, so that no other process gets it, but nobody
     listens at it, so that the KVStore's scheduler can bind it too. The lock keeps out other
     launchers, which could bind it for the same reason. host: None for the lock alone."""
@@ -247,7 +252,9 @@ def _hold(host=LOOPBACK, port=0, name=None):
         yield port
 
 
-def _workers(position, count, environment):
+def _workers(
+    position: Position, count: int, environment: dict[str, str]
+) -> Iterator[tuple[int, dict[str, str]]]:
     """(rank, environment) of each worker here."""
     for index in range(count):
         rank = position.rank * count + index
@@ -262,7 +269,9 @@ def _workers(position, count, environment):
         )
 
 
-def _kvstore_specs(position, count, port, environment, servers):
+def _kvstore_specs(
+    position: Position, count: int, port: int, environment: dict[str, str], servers: int
+) -> list[Spec]:
     """[(name, environment)] of the workers here and, for rank 0, of the KVStore's processes."""
     size = position.size * count
     if size > _MOST_WITH_KVSTORE:
@@ -291,7 +300,7 @@ def _kvstore_specs(position, count, port, environment, servers):
     return specs
 
 
-def spell_address(address, rank):
+def spell_address(address: str, rank: int) -> str:
     """The IPv4 address as a hexadecimal number with `rank` zeros before it.
 
     The KVStore's scheduler orders the workers by the text of their addresses, the greatest first,
@@ -303,7 +312,13 @@ def spell_address(address, rank):
     return f"0x{'0' * rank}{number:x}"
 
 
-def _horovod_specs(position, count, port, environment, stack):
+def _horovod_specs(
+    position: Position,
+    count: int,
+    port: int,
+    environment: dict[str, str],
+    stack: contextlib.ExitStack,
+) -> list[Spec]:
     """[(name, environment)] of the workers. The launcher runs Horovod's rendezvous server."""
     try:
         from horovod.runner.common.util.hosts import SlotInfo

@@ -1,5 +1,7 @@
 """The processes that a launcher starts, and their end."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import errno
@@ -12,12 +14,16 @@ import sys
 import threading
 import time
 import uuid
+from types import FrameType
+from typing import Any, Callable, Dict, Iterable, Sequence, TextIO, Tuple
 
 import psutil
 from mxnet_compat import options
 
 from . import runner
 
+# The name of a process, and its environment.
+Spec = Tuple[str, Dict[str, str]]
 _TERM_SECONDS = 4
 _SERVICE_SECONDS = 3  # For the KVStore's own processes, after the workers ended well.
 _POLL_SECONDS = 0.05
@@ -25,10 +31,10 @@ _PF_EXITING = 4  # linux/sched.h
 _SAME_SIGNAL_SECONDS = 0.5
 _LONGEST_LINE = 1 << 20
 _SAY_SECONDS = 2
-_locks = {}  # By file. Each is held while somebody writes to the file.
+_locks: dict[Any, threading.Lock] = {}  # By file. Each is held while somebody writes to the file.
 
 
-def say(text):
+def say(text: str) -> None:
     """Prints a sentence of the launcher itself. If nobody reads the output, this soon goes on."""
     arguments = sys.stderr, f"gluon_syncbn.launch: {text}\n"
     words = threading.Thread(target=_write, args=arguments, daemon=True)
@@ -37,12 +43,12 @@ def say(text):
         words.join(_SAY_SECONDS)
 
 
-def is_blocked():
+def is_blocked() -> bool:
     """Whether somebody writes, perhaps because nobody reads."""
     return any(lock.locked() for lock in list(_locks.values()))
 
 
-def _file(stream):
+def _file(stream: TextIO) -> Any:
     """Equal for streams that go to one file or pipe, such as after 2>&1."""
     try:
         found = os.fstat(stream.fileno())
@@ -51,7 +57,7 @@ def _file(stream):
     return found.st_dev, found.st_ino
 
 
-def _write(stream, text):
+def _write(stream: TextIO, text: str) -> Exception | None:
     """Writes whole lines. Returns the error if they cannot be written."""
     data = text.encode(errors="surrogateescape")
     with _locks.setdefault(_file(stream), threading.Lock()):
@@ -63,6 +69,7 @@ def _write(stream, text):
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
             return error
+    return None
 
 
 class Child:
@@ -71,14 +78,17 @@ class Child:
     It is number `index`, under which it reports its script's end to the pipe `report_to`.
     """
 
-    def __init__(self, name, command, environment, report_to, index):
+    def __init__(
+        self, name: str, command: list[str], environment: dict[str, str], report_to: int, index: int
+    ) -> None:
         self.name = name
         role, _, number = name.partition(" ")
         self.is_worker = role == "worker"
-        self.reported = None  # The exit code with which its script ended.
+        self.reported: int | None = None  # The exit code with which its script ended.
         self.ended = math.inf  # When the script failed, or else the process ended, as we learn it.
-        self.write_error = None
+        self.write_error: Exception | None = None
         # The last lines of stdout and of stderr, which says why it ended.
+        self.tails: tuple[collections.deque[str], ...]
         self.tails = collections.deque(maxlen=1), collections.deque(maxlen=20)
         # "worker 1" prints as [1], "server 0" and "scheduler" as they are.
         self._prefix = f"[{number if self.is_worker else name}] "
@@ -102,12 +112,12 @@ class Child:
         for relay in [*self.relays, threading.Thread(target=self._note_end, daemon=True)]:
             relay.start()
 
-    def _note_end(self):
+    def _note_end(self) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         self.ended = min(self.ended, time.monotonic())
 
-    def _relay(self, pipe, target, tail):
+    def _relay(self, pipe: TextIO, target: TextIO, tail: collections.deque[str]) -> None:
         """Prints each line with the rank before it. A carriage return ends a line too, so that each
         update of a progress bar is one."""
         with pipe:
@@ -121,36 +131,37 @@ class Child:
                 error = _write(target, f"{self._prefix}{line}\n")
                 self.write_error = self.write_error or error
 
-    def code(self):
+    def code(self) -> int | None:
         """The exit code, negative for a signal, None while it runs."""
         return self.process.poll()
 
-    def failed(self):
+    def failed(self) -> int:
         """The exit code if it is not 0, or 1 if the process ended before its script. A reported
         code takes precedence, as an exit hook may end with another."""
         unfinished = self.is_worker and self.code() == 0 and self.reported is None
         return self.reported or self.code() or int(unfinished)
 
-    def is_ending(self):
+    def is_ending(self) -> bool:
         """Whether it has ended, or the kernel is about to close its connections or has done so."""
         with contextlib.suppress(OSError), open(f"/proc/{self.process.pid}/stat", "rb") as file:
             return bool(int(file.read().rpartition(b")")[2].split()[6]) & _PF_EXITING)
         return self.code() is not None
 
-    def is_stopped(self):
+    def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
         with contextlib.suppress(psutil.Error, OSError):
             status = psutil.Process(self.process.pid).status()
             return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return False
 
-    def signal(self, number):
+    def signal(self, number: int) -> None:
         if self.code() is None:
             if number == signal.SIGTERM and self.is_stopped():
                 number = signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
-    def ending(self):
+    def ending(self) -> str:
         name, code = f"{self.name} (process {self.process.pid})", self.failed()
         if self.code() == 0:
             return f"{name} ended with exit code 0 before its script did, as by os._exit(0)"
@@ -160,11 +171,11 @@ class Child:
         return f"{name} was killed by {_signal_name(-code)}{hint}"
 
 
-def _signal_name(number):
+def _signal_name(number: int) -> str:
     return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
-def _wait(seconds, is_over):
+def _wait(seconds: float, is_over: Callable[[], bool]) -> None:
     # Counted, as the time for which the launcher is stopped is no wait.
     for _ in range(int(seconds / _POLL_SECONDS)):
         if is_over():
@@ -172,7 +183,7 @@ def _wait(seconds, is_over):
         time.sleep(_POLL_SECONDS)
 
 
-def _drain(children):
+def _drain(children: Iterable[Child]) -> None:
     """Waits for the rest of their output, but not for a reader."""
     relays = [relay for child in children for relay in child.relays]
     _wait(1, lambda: not any(relay.is_alive() for relay in relays))
@@ -186,16 +197,18 @@ class Launch:
     workers of other launchers need the scheduler and the servers, so that these end by themselves.
     """
 
-    def __init__(self, specs, command, grace, serves_others=False):
+    def __init__(
+        self, specs: list[Spec], command: list[str], grace: float, serves_others: bool = False
+    ) -> None:
         self._specs, self._command, self._grace = specs, command, grace
         self._serves_others = serves_others
-        self._children = []
-        self._signals = []
-        self._announced = set()  # Signals by which no launch ends.
+        self._children: list[Child] = []
+        self._signals: list[tuple[int, float]] = []  # And when they came.
+        self._announced: set[int] = set()  # Signals by which no launch ends.
         self._is_passed_on = False
         self._rest = b""  # Of the reports: the line that has not been read to its end.
 
-    def run(self):
+    def run(self) -> int:
         """Returns the exit code, once nothing runs any more."""
         launch_id = uuid.uuid4().hex
         # Ends all others when this process is gone, even by SIGKILL: its input is closed then.
@@ -242,21 +255,21 @@ class Launch:
         return code
 
     @property
-    def was_told_to_end(self):
+    def was_told_to_end(self) -> bool:
         """By a signal, or as nobody reads its output."""
         return bool(self._signals) or any(child.write_error for child in self._children)
 
     @property
-    def _workers(self):
+    def _workers(self) -> list[Child]:
         return [child for child in self._children if child.is_worker]
 
-    def _note_signal(self, number, frame):
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         # `timeout`, for one, signals a process and its group, so one process twice.
         if not self._signals or now > self._signals[-1][1] + _SAME_SIGNAL_SECONDS:
             self._signals.append((number, now))
 
-    def _watch(self):
+    def _watch(self) -> int:
         """Waits until all workers have ended, or one process failed. Returns the exit code."""
         watched = self._workers
         needed = self._children if self._serves_others else watched
@@ -276,7 +289,7 @@ class Launch:
                 code = self._check_output() or (0 if finished else None)
         return code
 
-    def _check_output(self):
+    def _check_output(self) -> int | None:
         """The exit code if output could not be written, else None."""
         for child in self._children:
             if child.write_error:
@@ -287,8 +300,9 @@ class Launch:
                 text = f"the output of {child.name} cannot be written ({reason})"
                 say(f"{text}, so all processes are ended.")
                 return 1
+        return None
 
-    def _failures(self):
+    def _failures(self) -> list[Child]:
         """The processes that failed, the first one first."""
         for child in self._children:
             child.code()  # Before the reports, because a process reports first and then ends.
@@ -310,7 +324,7 @@ class Launch:
                 child.ended = min(child.ended, begin, *in_hooks)
         return sorted(failed, key=lambda child: (child.ended, child.reported == 0))
 
-    def _announce(self, workers):
+    def _announce(self, workers: Sequence[Child]) -> None:
         while self._announced:
             number = self._announced.pop()
             for child in workers:
@@ -318,7 +332,7 @@ class Launch:
             name = _signal_name(number)
             say(f"{name} is passed on to the workers, which ignore it unless they have a handler.")
 
-    def _obey(self, workers, needed):
+    def _obey(self, workers: Sequence[Child], needed: Sequence[Child]) -> int | None:
         """Passes a signal on. Returns the exit code once the workers have ended, or must. After a
         good end of those here, others may still need the scheduler and the servers."""
         number, when = self._signals[0]
@@ -343,8 +357,9 @@ class Launch:
         codes = [child.code() for child in workers]
         if not left or None not in codes and any(codes):
             return 128 + number if any(codes) else 0
+        return None
 
-    def _report(self, child):
+    def _report(self, child: Child) -> int:
         """Ends all others because one failed, and reports it. Returns its exit code."""
         states = {
             "Stopped by a signal": [each.name for each in self._children if each.is_stopped()],
@@ -365,7 +380,7 @@ class Launch:
         code = child.failed()
         return code if code > 0 else 128 - code
 
-    def _end(self):
+    def _end(self) -> None:
         """Ends what still runs. If all went well, the KVStore's processes may first end by
         themselves."""
         if all(child.code() == 0 for child in self._workers):
@@ -376,6 +391,6 @@ class Launch:
         for child in self._children:
             child.signal(signal.SIGKILL)
 
-    def _wait_for(self, children, seconds):
+    def _wait_for(self, children: Sequence[Child], seconds: float) -> None:
         """Waits until these have ended, but no longer than until a second signal."""
         _wait(seconds, lambda: len(self._signals) > 1 or None not in [c.code() for c in children])

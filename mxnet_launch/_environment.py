@@ -1,20 +1,25 @@
 """Which of several launchers this one is, and where: from options, or from the environment."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import re
 import socket
 import time
-from typing import NamedTuple, Optional
+from typing import Any, Callable, Mapping, NamedTuple, Tuple
 
 import psutil
 
 LOOPBACK = "127.0.0.1"
+# Names of environment variables: see `_SETS`.
+_Names = Tuple[str, str, str, str]
 _DEFAULT_PORT = 9091
 # What schedulers call the rank and the size, and those among the processes of a machine.
 _BY_HAND = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+_OMPI = "OMPI_COMM_WORLD_"
 _MPIRUN = (
-    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    (f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 _SLURM = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
@@ -34,16 +39,16 @@ class Position(NamedTuple):
     size: int = 1
     master: str = LOOPBACK
     port: int = 0
-    local_rank: Optional[int] = None
-    local_size: Optional[int] = None
+    local_rank: int | None = None
+    local_size: int | None = None
     root: str = LOOPBACK
     own: str = LOOPBACK
 
 
-def between(low, high, kind=int):
+def between(low: int, high: int, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
     """The type of a command line argument that is a number from `low` to `high`."""
 
-    def convert(text):
+    def convert(text: str) -> Any:
         with contextlib.suppress(ValueError):
             if low <= kind(text) <= high:
                 return kind(text)
@@ -55,14 +60,20 @@ def between(low, high, kind=int):
 port_number = between(1, 65535)
 
 
-def _read(environment, name, convert):
+def _read(environment: Mapping[str, str], name: str, convert: Callable[[str], Any]) -> Any:
     try:
         return convert(environment[name])
     except argparse.ArgumentTypeError as error:
         raise LaunchError(f"{name}: {error}.") from None
 
 
-def find_position(environment, rank=None, size=None, master=None, port=None):
+def find_position(
+    environment: Mapping[str, str],
+    rank: int | None = None,
+    size: int | None = None,
+    master: str | None = None,
+    port: int | None = None,
+) -> Position:
     """The position of this launcher. What is given goes before the environment."""
     found = {names: _read_set(environment, names) for names in _SETS}
     found = {names: place for names, place in found.items() if place}
@@ -86,7 +97,7 @@ def find_position(environment, rank=None, size=None, master=None, port=None):
         # Jobs that share a machine get different ports, below the ephemeral ports.
         job = environment.get("SLURM_JOB_ID", "") if chosen == _SLURM else ""
         port = _DEFAULT_PORT + (int(job) % 20000 if job.isdigit() else 0)
-    local = {"rank": None, "size": None}
+    local: dict[str, int | None] = {"rank": None, "size": None}
     for names in (names for names in found if found[names] == (rank, size)):
         for key, name in zip(local, names[2:]):
             # Slurm's is a list, such as 4(x2),3: four on each of two machines, three on another.
@@ -95,14 +106,15 @@ def find_position(environment, rank=None, size=None, master=None, port=None):
     return Position(rank, size, master or LOOPBACK, port or 0, local["rank"], local["size"])
 
 
-def _read_set(environment, names):
+def _read_set(environment: Mapping[str, str], names: _Names) -> tuple[int, int] | None:
     """(rank, size), or None."""
     if names[0] in environment and names[1] in environment:
         size = _read(environment, names[1], between(1, 1 << 20))
         return _read(environment, names[0], between(0, size - 1)), size
+    return None
 
 
-def _choose(found):
+def _choose(found: dict[_Names, tuple[int, int]]) -> _Names:
     """The variables that count. found: {variables: (rank, size)}."""
     if not found:
         sets = ", ".join(" and ".join(names[:2]) for names in _SETS)
@@ -124,13 +136,13 @@ def _choose(found):
     return chosen
 
 
-def first_host(nodes):
+def first_host(nodes: str) -> str:
     """The first name in a node list of Slurm: "gpu[03-05,9],login" gives "gpu03"."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes).group()
     return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first)
 
 
-def locate(position, environment, timeout):
+def locate(position: Position, environment: Mapping[str, str], timeout: float) -> Position:
     """The position with the addresses at which launchers reach each other, and what follows from
     them. timeout: seconds for the name of rank 0's machine to appear."""
     own = root = LOOPBACK
@@ -155,7 +167,7 @@ def locate(position, environment, timeout):
     )
 
 
-def _own_address(environment):
+def _own_address(environment: Mapping[str, str]) -> str | None:
     """The address of this machine that the user chose, or None."""
     host, interface = environment.get("DMLC_NODE_HOST"), environment.get("DMLC_INTERFACE")
     if host:
@@ -168,7 +180,7 @@ def _own_address(environment):
     raise LaunchError(f"DMLC_INTERFACE is {interface!r}, which has no IPv4 address here.")
 
 
-def _resolve(variable, host, seconds):
+def _resolve(variable: str, host: str, seconds: float) -> str:
     """The IPv4 address of this name, or address: the KVStore knows no IPv6."""
     ends = time.monotonic() + seconds
     while True:
@@ -181,7 +193,7 @@ def _resolve(variable, host, seconds):
         time.sleep(0.5)
 
 
-def _route_to(address, port):
+def _route_to(address: str, port: int) -> str:
     """The address of this machine from which it reaches that one. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

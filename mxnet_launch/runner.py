@@ -5,6 +5,8 @@ the interpreter as `python script.py` leaves it. Only `first`, a MODULE:FUNCTION
 is called before the script, may import both.
 """
 
+from __future__ import annotations
+
 import atexit
 import builtins
 import contextlib
@@ -21,11 +23,17 @@ import threading
 import time
 import types
 
+TYPE_CHECKING = False  # As in `typing`, which a script may not need.
+if TYPE_CHECKING:
+    from typing import Any, Iterable, Mapping, NoReturn, Sequence
+
 # An environment variable of all processes of a launch and their children: the launch's id.
 LAUNCH_ID = "GLUON_SYNCBN_LAUNCH"
 # Where this process, and none that it forks, reports the end of its script: a pipe, what fstat says
 # of it, and the number under which the launcher knows the process.
-_pipe, _pipe_status, _index = None, None, None
+_pipe: int | None = None
+_pipe_status: os.stat_result | None = None
+_index: int | None = None
 _process = os.getpid()
 # What a scheduler, systemd or Docker may send to all processes of a job: to end it, and to announce
 # its end.
@@ -35,12 +43,12 @@ EXIT_HOOKS_SECONDS = 2  # For the exit hooks of a worker that failed.
 KILL_SECONDS = 5
 
 
-def ignore(signals):
+def ignore(signals: Iterable[int]) -> None:
     for number in signals:
         signal.signal(number, signal.SIG_IGN)
 
 
-def kill_launch(launch_id):
+def kill_launch(launch_id: str) -> None:
     """Kills the processes whose environment has `launch_id`, until none is left. Process groups,
     sessions and parents do not suffice, as a child may leave them."""
     deadline = time.monotonic() + KILL_SECONDS
@@ -48,11 +56,11 @@ def kill_launch(launch_id):
     while found and time.monotonic() < deadline:
         with contextlib.suppress(OSError):  # As without a free file descriptor: it looks again.
             pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-            found = [pid for pid in pids if _kill_of(launch_id, pid)]
+            found = any([_kill_of(launch_id, pid) for pid in pids])  # Of a list: all of them.
         time.sleep(0.02)
 
 
-def _kill_of(launch_id, pid):
+def _kill_of(launch_id: str, pid: int) -> bool:
     # It may be gone, or another user's.
     with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
         with open(f"/proc/{pid}/environ", "rb") as file:
@@ -60,9 +68,10 @@ def _kill_of(launch_id, pid):
         if is_ours:
             os.kill(pid, signal.SIGKILL)
         return is_ours
+    return False
 
 
-def timeout_of(environment):
+def timeout_of(environment: Mapping[str, str]) -> float:
     """The seconds that a process may wait for others, at most 10**6: what else waits for so long
     does not take more. Workers refuse what is no number above 0."""
     with contextlib.suppress(ValueError):
@@ -72,7 +81,7 @@ def timeout_of(environment):
     return 300.0
 
 
-def _report(code):
+def _report(code: int) -> None:
     """Reports that the script has ended with this exit code."""
     # The script may have closed all files and opened others.
     with contextlib.suppress(OSError):
@@ -80,7 +89,7 @@ def _report(code):
             os.write(_pipe, f"{_index} {code}\n".encode())
 
 
-def _guard(launch_id):
+def _guard(launch_id: str) -> None:
     """Waits until the launcher is gone, for whatever reason, and kills what is left of the
     launch."""
     ignore(ENDS)
@@ -88,7 +97,7 @@ def _guard(launch_id):
     kill_launch(launch_id)
 
 
-def _run(command, first):
+def _run(command: Sequence[str], first: str | None) -> None:
     """Runs the script or module, and reports how it ended. If it fails, the process exits at once.
 
     A worker that raises and then ends as Python does would never end: the destructor of MXNet's
@@ -103,7 +112,8 @@ def _run(command, first):
         if command[0] == "-m":
             sys.argv[:] = command[1:]
             _new_main()
-            runpy._run_module_as_main(command[1])  # What `python -m` calls.
+            # What `python -m` calls, of which the types do not tell.
+            runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
         else:
             sys.argv[:] = command
             _run_script(os.path.abspath(command[0]))
@@ -132,7 +142,7 @@ class FreedKVStore:
     """What a KVStore becomes: it has no functions, and no destructor."""
 
 
-def free_stores():
+def free_stores() -> None:
     """Frees MXNet's distributed stores, in which workers wait for each other, the server and the
     scheduler.
 
@@ -150,21 +160,21 @@ def free_stores():
         library.MXKVStoreFree(vars(store).pop("handle"))
 
 
-def prepare_shutdown():
+def prepare_shutdown() -> None:
     """Has MXNet's exit hook free the stores first, if there is MXNet."""
     if "mxnet.kvstore" not in sys.modules:
         return
     library = sys.modules["mxnet.base"]._LIB
     shut_down = library.MXNotifyShutdown
 
-    def free_first():
+    def free_first() -> Any:
         free_stores()
         return shut_down()
 
     library.MXNotifyShutdown = free_first
 
 
-def _keep(error):
+def _keep(error: BaseException) -> types.TracebackType | None:
     """Sets sys.last_value and the like, as Python does for the error that ends a script. Returns
     the traceback without the frames of this file."""
     trace = error.__traceback__
@@ -174,8 +184,8 @@ def _keep(error):
     return trace
 
 
-def _run_script(path):
-    main = _new_main()
+def _run_script(path: str) -> None:
+    main: Any = _new_main()
     main.__file__ = path
     main.__cached__ = None
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
@@ -184,17 +194,17 @@ def _run_script(path):
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
 
-def _new_main():
+def _new_main() -> types.ModuleType:
     """The module `__main__` that the script is. It stays until the interpreter ends, as other
     threads, exit hooks and multiprocessing look for it there."""
-    main = types.ModuleType("__main__")
+    main: Any = types.ModuleType("__main__")
     main.__annotations__ = {}
     main.__builtins__ = builtins
     sys.modules["__main__"] = main
     return main
 
 
-def _leave(code):
+def _leave(code: int) -> NoReturn:
     """Ends this process without the destructors, after the exit hooks."""
     try:
         _flush()
@@ -211,13 +221,13 @@ def _leave(code):
         os._exit(code)
 
 
-def _flush():
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
-def _serve():
+def _serve() -> None:
     """Runs as the scheduler or a server, as the environment says, until the workers have ended.
     It ignores signals, as workers may still need it to save together; the launcher kills it after
     them."""
@@ -228,7 +238,7 @@ def _serve():
         sys.exit(f"MXNet cannot be imported: {error}. python -m gluon_syncbn doctor says why.")
 
 
-def _main(task, argument, *command):
+def _main(task: str, argument: str, *command: str) -> None:
     if task == "guard":
         return _guard(argument)
     first = command[1] if command[0] == "--first" else None

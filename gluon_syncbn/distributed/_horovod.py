@@ -1,7 +1,10 @@
 """Processes connected through Horovod."""
 
+from __future__ import annotations
+
 import atexit
 import functools
+from typing import Any, Callable
 
 from .. import native
 from ..arguments import seconds
@@ -20,9 +23,9 @@ _PUSHING = tuple(
 )
 
 
-def _noting(push):
+def _noting(push: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(push)
-    def push_and_note(inputs, outputs, *rest):
+    def push_and_note(inputs: Any, outputs: Any, *rest: Any) -> Any:
         # Handles, references to one, or arrays of several.
         handles = [getattr(each, "_obj", each) for each in (inputs, outputs)]
         handles = [each[0] if hasattr(each, "_length_") else each for each in handles]
@@ -55,7 +58,7 @@ class HorovodReducer(Reducer):
     name = "Horovod"
     trainer = "hvd.DistributedTrainer(net.collect_params(), ...)"
 
-    def __init__(self, hvd, timeout=None):
+    def __init__(self, hvd: Any, timeout: float | None = None) -> None:
         timeout = seconds(timeout)
         if not all(hasattr(hvd, name) for name in ("allgather", "rank", "size")):
             raise TypeError(
@@ -83,14 +86,16 @@ class HorovodReducer(Reducer):
             # under way.
             atexit.unregister(hvd.shutdown)
 
-    def _shut_down(self, timeout):
+    def _shut_down(self, timeout: float) -> None:
         call_within(
             timeout,
             self._hvd.shutdown,
             "Horovod's shutdown has not returned for {} at the end of the script.",
         )
 
-    def _open_through_store(self, key, size, check, sums):
+    def _open_through_store(
+        self, key: str, size: int, check: Callable[[], None], sums: bool
+    ) -> native.Route:
         sums = sums and self.size >= _FEWEST_FOR_SUMS
         # Calls what ``hvd.allgather`` and ``hvd.allreduce`` call, as these wait without a limit.
         return self._connection.horovod_route(key, size, self.size, self._hvd.mpi_ops, sums)

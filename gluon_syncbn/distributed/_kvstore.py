@@ -1,7 +1,10 @@
 """Processes connected through MXNet's parameter server."""
 
+from __future__ import annotations
+
 import functools
 import threading
+from typing import Any, Callable, NoReturn
 
 import mxnet as mx
 import numpy
@@ -59,7 +62,7 @@ class KVStoreReducer(Reducer):
     name = "the KVStore's server"
     trainer = "gluon.Trainer(net.collect_params(), ..., kvstore=kv, update_on_kvstore=False)"
 
-    def __init__(self, kvstore, timeout=None):
+    def __init__(self, kvstore: mx.kv.KVStore, timeout: float | None = None) -> None:
         timeout = seconds(timeout)
         kind = getattr(kvstore, "type", None)
         if not (str(kind).startswith("dist") and "async" not in kind):
@@ -77,7 +80,7 @@ class KVStoreReducer(Reducer):
         self._kv = kvstore
         _replace_functions(kvstore, self)
         # {key: {rank: (its size, its number in the store)}}
-        self._registered = {}
+        self._registered: dict[str, dict[int, tuple[int, int]]] = {}
         self._changed = threading.Condition()
         self._round = threading.Lock()
         self._next_number = _FIRST_KEY + 1
@@ -96,7 +99,7 @@ class KVStoreReducer(Reducer):
             self.watcher.close()
             raise
 
-    def _shut_down(self, timeout):
+    def _shut_down(self, timeout: float) -> None:
         for role, wait in (("scheduler", self._kv._barrier), ("server", free_stores)):
             call_within(
                 timeout,
@@ -105,11 +108,13 @@ class KVStoreReducer(Reducer):
                 "script: its process is gone, or stopped.",
             )
 
-    def _leave(self, failure):
+    def _leave(self, failure: BaseException | None) -> None:
         super()._leave(failure)
         prepare_shutdown()
 
-    def _open_through_store(self, key, size, check, sums):
+    def _open_through_store(
+        self, key: str, size: int, check: Callable[[], None], sums: bool
+    ) -> native.Route:
         # MXNet has no empty arrays.
         slots = mx.nd.zeros((self.size, native.THIRDS, max(size, 1)))
         number = self._register(key, size, slots, check)
@@ -120,7 +125,9 @@ class KVStoreReducer(Reducer):
             added = self._register(f"{key} sums", count, array, check), array
         return self._connection.kvstore_route(key, size, self.rank, self._kv, number, slots, added)
 
-    def _register(self, key, size, array, check):
+    def _register(
+        self, key: str, size: int, array: mx.nd.NDArray, check: Callable[[], None]
+    ) -> int:
         """Stores this array under a new key. Returns the key's number in the store.
 
         The server takes the first push of a key as its initial value, so only rank 0 may push a key
@@ -160,7 +167,7 @@ class KVStoreReducer(Reducer):
             )
         return _FIRST_KEY + int(registered[0][1])
 
-    def _push_new(self, array, check):
+    def _push_new(self, array: mx.nd.NDArray, check: Callable[[], None]) -> int:
         number, self._next_number = self._next_number, self._next_number + 1
         if number > _LAST_KEY:
             raise RuntimeError(
@@ -188,20 +195,20 @@ _COMPRESSION = (
 )
 
 
-def _last_handle(arrays):
+def _last_handle(arrays: Any) -> Any:
     while isinstance(arrays, (list, tuple)) and arrays:
         arrays = arrays[-1]
     return getattr(arrays, "handle", None)
 
 
-def _refusing(text):
-    def refuse(*args, **kwargs):
+def _refusing(text: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(text)
 
     return refuse
 
 
-def _replace_functions(kvstore, reducer):
+def _replace_functions(kvstore: mx.kv.KVStore, reducer: KVStoreReducer) -> None:
     """Replaces functions of a store that has a KVStoreReducer:
 
     - ``push``, ``pull`` and ``pushpull`` run one at a time: the store notes each new key in a table
@@ -222,9 +229,9 @@ def _replace_functions(kvstore, reducer):
     limits.stores.add(kvstore)
 
 
-def _locked(name, function, reducer):
+def _locked(name: str, function: Callable[..., Any], reducer: KVStoreReducer) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         if reducer.member.lost:
             waits.note_failure()
             raise RuntimeError(reducer.member.lost)
@@ -238,9 +245,9 @@ def _locked(name, function, reducer):
     return call
 
 
-def _initializing(function):
+def _initializing(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         # Another process may get there only after exchanges that are under way here, whose threads
         # need the lock.
         mx.nd.waitall()
@@ -263,7 +270,7 @@ _FETCH = {
 }
 
 
-def _restore_layouts(arrays):
+def _restore_layouts(arrays: mx.nd.NDArray | list[mx.nd.NDArray]) -> None:
     """Gives arrays their usual layout in memory. A forward in inference may have given weights one
     of oneDNN's, of which MXNet sends a copy, and does not wait until the server has it: then the
     other processes ask for a key too early, and the server aborts ("init 0 first")."""

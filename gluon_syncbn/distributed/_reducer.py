@@ -1,7 +1,10 @@
 """What the stores of :mod:`gluon_syncbn.distributed` have in common."""
 
+from __future__ import annotations
+
 import functools
 import reprlib
+from typing import Any, Callable
 
 import mxnet as mx
 import numpy
@@ -27,29 +30,29 @@ class Reducer(Store):
         This process's rank, and the number of processes.
     """
 
-    # How messages name the store, and the Trainer that adds gradients over all processes.
-    name, trainer = "the store", None
+    # How messages name the store.
+    name = "the store"
 
-    def __init__(self, rank, size, timeout):
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
         super().__init__(rank, size)
         # {text of a key: what `Member` asks about its exchanges}
-        self._about = {}
+        self._about: dict[str, tuple[int, int, bool]] = {}
         # {user's key: how many numbers}
-        self._sizes = {}
-        self._memory = None
+        self._sizes: dict[str, int] = {}
+        self._memory: SharedMemory | None = None
         self._connection = native.Connection(durations.EXPLAINED)
         # What follows may have shorter limits than a slow start.
         limit = min(timeout, seconds(None))
         self.member = Member(limit, self._connection.in_flight, self._about.__getitem__)
         self.watcher = Watcher(rank, size, self.name, self.member, self._close_routes)
 
-    def _meet(self, timeout):
+    def _meet(self, timeout: float) -> None:
         """Makes the processes known to each other, as the last step of making a store."""
         if self.size > 1:
             self._exchange_addresses(SharedMemory(self.rank), timeout)
         exit.at_exit(self._leave)
 
-    def _exchange_addresses(self, memory, timeout):
+    def _exchange_addresses(self, memory: SharedMemory, timeout: float) -> None:
         mine = numpy.frombuffer(self.watcher.address + memory.address, numpy.uint8)
         key = native.Key(None, "startup handshake")
         everyone = self.exchange(key, mine.astype(numpy.float64), timeout=timeout)
@@ -60,7 +63,7 @@ class Reducer(Store):
         memory.agree(self.exchange(key, opened, timeout=timeout).ravel())
         self._memory = memory
 
-    def all_reduce(self, key, array, timeout=None):
+    def all_reduce(self, key: str, array: Any, timeout: float | None = None) -> numpy.ndarray:
         """The sum of `array` over all processes.
 
         Adds in rank order with an error term for every sum (Ogita, Rump and Oishi 2005, Sum2), so
@@ -103,12 +106,16 @@ class Reducer(Store):
                 total = new
             return numpy.asarray(total + error)
 
-    def all_gather(self, key, array, title=None, timeout=None):
+    def all_gather(
+        self, key: str, array: Any, title: str | None = None, timeout: float | None = None
+    ) -> numpy.ndarray:
         """The arrays of all processes, float64 of shape (size, ...), given one of shape (...): see
         `all_reduce`. `title` names the exchange in messages."""
         return self._gather("all_gather", key, array, title, timeout)
 
-    def _gather(self, function, key, array, title, timeout):
+    def _gather(
+        self, function: str, key: str, array: Any, title: str | None, timeout: float | None
+    ) -> numpy.ndarray:
         # What is not printable includes what a store would cut off or could not encode.
         if not (isinstance(key, str) and key.isprintable() and len(key.encode()) <= _LONGEST_KEY):
             raise ValueError(
@@ -128,7 +135,13 @@ class Reducer(Store):
         self._sizes[key] = size
         return everyone.reshape(self.size, *array.shape)
 
-    def exchange(self, key, array, title=None, timeout=None):
+    def exchange(
+        self,
+        key: native.Key,
+        array: numpy.ndarray,
+        title: str | None = None,
+        timeout: float | None = None,
+    ) -> numpy.ndarray:
         timeout = seconds(timeout)
         if self.size == 1:
             return array.reshape(1, -1).copy()
@@ -139,7 +152,15 @@ class Reducer(Store):
                 waits.note_failure()
                 raise
 
-    def route(self, key, size, title, timeout, ranks=None, sums=False):
+    def route(
+        self,
+        key: native.Key,
+        size: int,
+        title: str,
+        timeout: float,
+        ranks: range | None = None,
+        sums: bool = False,
+    ) -> native.Route:
         self.member.check(title)
         if key.layer is not None:
             self.member.note_timeout(timeout)
@@ -148,14 +169,22 @@ class Reducer(Store):
             route.close(self.member.lost)
         return route
 
-    def split(self, size):
+    def split(self, size: int) -> bool:
         groups = (range(first, first + size) for first in range(0, self.size, size))
         return all(map(self._memory.joins, groups))
 
-    def fail(self, text):
+    def fail(self, text: str) -> None:
         self.watcher.fail(text)
 
-    def _open(self, key, size, title, timeout, ranks, sums):
+    def _open(
+        self,
+        key: native.Key,
+        size: int,
+        title: str,
+        timeout: float,
+        ranks: range | None,
+        sums: bool,
+    ) -> native.Route:
         text, ranks = str(key), ranks or range(self.size)
         in_memory = self._memory is not None and self._memory.joins(ranks)
         self._about[text] = ranks.start, ranks.stop, in_memory
@@ -165,24 +194,26 @@ class Reducer(Store):
             check = functools.partial(self.member.check, title)
             return self._open_through_store(text, size, check, sums)
 
-    def _open_through_store(self, key, size, check, sums):
+    def _open_through_store(
+        self, key: str, size: int, check: Callable[[], None], sums: bool
+    ) -> native.Route:
         """The route of a new key, once all processes know that it is used. check() raises if the
         wait for them is of no use."""
         raise NotImplementedError
 
-    def _close_routes(self, text):
+    def _close_routes(self, text: str) -> None:
         for route in list(self.routes.values()):
             route.close(text)
 
-    def _leave(self, failure):
+    def _leave(self, failure: BaseException | None) -> None:
         self.watcher.leave(failure, self._shut_down)
 
-    def _shut_down(self, timeout):
+    def _shut_down(self, timeout: float) -> None:
         """Does what MXNet's own shutdown needs, once all scripts have finished. Raises
         RuntimeError."""
 
 
-def _float64(function, given):
+def _float64(function: str, given: Any) -> numpy.ndarray:
     """The numbers of an array or list. Raises ValueError where float64 would lose something."""
     if isinstance(given, (list, tuple)):
         parts = [_float64(function, part) for part in given]

@@ -1,27 +1,31 @@
 """Training with uneven numbers of batches per process."""
 
+from __future__ import annotations
+
 import contextlib
 import reprlib
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any, Iterable, Iterator, NoReturn
 
 import mxnet as mx
 import numpy
+from mxnet.gluon import Parameter, Trainer
 
 from .. import native
-from ..groups.group import default_group
+from ..groups.group import SyncGroup, default_group
 from ..trainers import check_trainer, clear, fresh_gradients, set_fresh_gradients, trained
 
 # Loops that have begun and not ended, the innermost last.
-_loops = []
+_loops: list[join] = []
 # Whether this process contributes nothing to the layers.
 _joined = False
 # The parameters of `_set_aside`.
-_aside = weakref.WeakSet()
+_aside: weakref.WeakSet[Parameter] = weakref.WeakSet()
 
 
-def _follow_innermost():
+def _follow_innermost() -> None:
     global _joined
     before, _joined = _joined, bool(_loops) and _loops[-1].absent
     if _joined != before:
@@ -32,13 +36,13 @@ def _follow_innermost():
     _set_aside()
 
 
-def _absent():
+def _absent() -> list[join]:
     """Loops whose batch is not one of this process. A loop within one that has joined has batches
     of its own."""
     return [loop for loop in _loops if _joined and loop.absent and loop._trainers]
 
 
-def _set_aside():
+def _set_aside() -> None:
     """Lets backward write into arrays that are dropped, where a loop is absent, what it would add
     to a gradient. The parameter keeps its own."""
     trainers = [trainer for loop in _absent() for trainer in loop._trainers]
@@ -56,7 +60,7 @@ def _set_aside():
 
 
 @contextlib.contextmanager
-def counted():
+def counted() -> Iterator[None]:
     """A context in which this process counts, also within a loop in which it is absent."""
     outer, _loops[:] = _loops[:], []
     _follow_innermost()
@@ -127,7 +131,13 @@ class join:
         Trainer than those given, in a process that has joined.
     """
 
-    def __init__(self, batches, trainer=None, group=None, early_stop=False):
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        trainer: Trainer | list[Trainer] | None = None,
+        group: SyncGroup | None = None,
+        early_stop: bool = False,
+    ) -> None:
         trainers = trainer if isinstance(trainer, (list, tuple)) else [trainer]
         for each in trainers:
             check_trainer(each, "join")
@@ -140,14 +150,15 @@ class join:
         self.absent = False
         self.batch_size = self.processes = 0
         # How often each Trainer has stepped with this batch, and at most with one of those so far.
-        self._steps, self._most_steps = Counter(), Counter()
+        self._steps: Counter[Trainer] = Counter()
+        self._most_steps: Counter[Trainer] = Counter()
         # That of the current loop.
-        self._token = None
+        self._token: object = None
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return _Batches(self)
 
-    def _run(self, token):
+    def _run(self, token: object) -> Iterator[Any]:
         remaining = iter(self._batches)
         nothing = last = object()
         absent = False
@@ -169,7 +180,7 @@ class join:
         finally:
             self._leave(token)
 
-    def _agree(self, have, batch):
+    def _agree(self, have: bool, batch: Any) -> bool:
         """Whether there is a next step."""
         mine = numpy.array([have, _samples(batch) if have else 0], dtype=numpy.float64)
         everyone = mine.reshape(1, -1)
@@ -178,7 +189,7 @@ class join:
         self.processes, self.batch_size = (int(n) for n in everyone.sum(axis=0))
         return self.processes == len(everyone) if self._early_stop else self.processes > 0
 
-    def _begin_step(self, token, absent):
+    def _begin_step(self, token: object, absent: bool) -> None:
         if self in _loops:
             # Those within it were left.
             del _loops[_loops.index(self) + 1 :]
@@ -190,7 +201,7 @@ class join:
         self._token, self.absent = token, absent
         _follow_innermost()
 
-    def _leave(self, token):
+    def _leave(self, token: object) -> None:
         """A loop has ended, or goes on later."""
         if token is not self._token:  # There is another one since.
             return
@@ -199,7 +210,7 @@ class join:
             _loops.remove(self)
             _follow_innermost()
 
-    def _count_step(self, trainer):
+    def _count_step(self, trainer: Trainer) -> None:
         """Raises RuntimeError if the Trainer steps in no loop any more, as far as can be known."""
         self._steps[trainer] += 1
         most = max(1, self._most_steps[trainer])
@@ -213,7 +224,7 @@ class join:
             "equally often with each batch."
         )
 
-    def _fail(self, text):
+    def _fail(self, text: str) -> NoReturn:
         if self._processes is not None:
             self._processes.fail(text)
         raise RuntimeError(text)
@@ -222,14 +233,14 @@ class join:
 class _Batches:
     """The iterator of a `join`."""
 
-    def __init__(self, steps):
+    def __init__(self, steps: join) -> None:
         self._steps, self._token = steps, object()
         self._run = steps._run(self._token)
 
-    def __next__(self):
+    def __next__(self) -> Any:
         return next(self._run)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         """An iterator for one loop, which Python deletes when the loop is left. A later loop goes
         on."""
         try:
@@ -239,7 +250,7 @@ class _Batches:
             self._steps._leave(self._token)
 
 
-def bring_nothing(trainer):
+def bring_nothing(trainer: Trainer) -> None:
     """Lets a Trainer's step add nothing where this process has joined."""
     if _loops:
         _loops[-1]._count_step(trainer)
@@ -254,7 +265,7 @@ def bring_nothing(trainer):
             clear(gradient)
 
 
-def _samples(batch):
+def _samples(batch: Any) -> int:
     for array in _arrays(batch):
         return array.shape[0]
     raise TypeError(
@@ -264,7 +275,7 @@ def _samples(batch):
     )
 
 
-def _arrays(batch):
+def _arrays(batch: Any) -> Iterator[Any]:
     if isinstance(batch, mx.io.DataBatch):
         batch = batch.data
     if isinstance(batch, Mapping):

@@ -1,8 +1,11 @@
 """Which processes share a machine, and the memory in which they meet."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import secrets
+from typing import Iterable, Sequence
 
 from .. import native
 
@@ -21,8 +24,9 @@ class SharedMemory:
 
     why_not = ""
 
-    def __init__(self, rank):
-        self._rank, self._own = rank, None
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._own: native.Segment | None = None
         token = secrets.token_hex(8)
         machine, descriptor = _NOWHERE, 0
         if os.environ.get("GLUON_SYNCBN_SHARED_MEMORY") == "0":
@@ -36,7 +40,7 @@ class SharedMemory:
         text = f"{machine} {os.getpid()} {descriptor} {token}"
         self.address = text.encode().ljust(_ADDRESS_SIZE)
 
-    def open(self, addresses):
+    def open(self, addresses: Sequence[bytes]) -> bool:
         """Opens the memory of all processes of this machine. Returns whether that was possible.
         addresses: the `address` of each process, by rank."""
         fields = [address.decode().split() for address in addresses]
@@ -52,7 +56,7 @@ class SharedMemory:
             self.why_not = str(error)
         return not self.why_not
 
-    def agree(self, opened):
+    def agree(self, opened: Iterable[float]) -> None:
         """Takes what `open` returned in each process. If one failed, no process of its machine
         shares memory."""
         failed = {machine for machine, done in zip(self._machines, opened) if not done}
@@ -60,19 +64,21 @@ class SharedMemory:
         if self._own:
             self._own.close()
 
-    def joins(self, ranks):
+    def joins(self, ranks: range) -> bool:
         """Whether these processes meet in shared memory."""
         machines = {self._machines[rank] for rank in ranks}
         return len(machines) == 1 and _NOWHERE not in machines
 
-    def route(self, connection, key, size, ranks, sums):
+    def route(
+        self, connection: native.Connection, key: str, size: int, ranks: range, sums: bool
+    ) -> native.Route:
         """The `native.Route` of a key that these processes exchange, this one among them. sums:
         see `Store.route`."""
         rank, segment = ranks.index(self._rank), self._segments[ranks[0]]
         return connection.shared_memory_route(key, size, rank, len(ranks), segment, sums)
 
 
-def _machine():
+def _machine() -> str:
     """A name of this machine, equal for processes that can share memory: those of one user in one
     container."""
     with open("/proc/sys/kernel/random/boot_id") as file:

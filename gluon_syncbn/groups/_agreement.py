@@ -1,8 +1,11 @@
 """The processes of a group: they agree on a layer before its first message, and stay apart after an
 error."""
 
+from __future__ import annotations
+
 import threading
 import weakref
+from typing import Any, Callable
 
 import numpy
 
@@ -11,6 +14,8 @@ from ..arguments import is_whole
 from ..trainers import adds_here_alone
 from .store import Store, UserStore
 
+# Opens a layer's route to other processes: see `native.Layer.set_devices`.
+_OpenRoute = Callable[[native.Key, str, int, int], native.Route]
 # Size of a layer's configuration in its handshake, in bytes of UTF-8: a multiple of 4.
 _CONFIGURATION = 512
 # What to do about processes that have not built the same net.
@@ -21,13 +26,13 @@ _SAME_LAYERS = (
 _LOST = "the processes have lost each other, and all have to start again from the last checkpoint."
 # Stores with which a step has failed, and its error: a message that only some processes have sent
 # would be taken for a later one. Weak references, as a KVStore must be gone before Python is.
-_failures = []
+_failures: list[tuple[Callable[[], Any], str]] = []
 
 
 class Processes:
     """Opens routes to the other processes of a group, through its store."""
 
-    def __init__(self, store, timeout):
+    def __init__(self, store: Any, timeout: float) -> None:
         for name in ("rank", "size", "all_reduce"):
             if not hasattr(store, name):
                 raise ValueError(
@@ -42,7 +47,7 @@ class Processes:
                 "one of 0, ..., size - 1."
             )
         try:
-            self._given = weakref.ref(store)
+            self._given: Callable[[], Any] = weakref.ref(store)
         except TypeError:  # Such as a SimpleNamespace.
             self._given = lambda: store
         failure = self._failure_of_store()
@@ -50,17 +55,19 @@ class Processes:
             raise ValueError(
                 f"SyncGroup got a store with which a step has failed: {_LOST} {failure}"
             )
-        self._store = store if isinstance(store, Store) else UserStore(store, timeout)
+        self._store: Store = store if isinstance(store, Store) else UserStore(store, timeout)
         self._timeout = timeout
-        self._routes = weakref.WeakSet()
-        self._locks = {}
+        self._routes: weakref.WeakSet[native.Route] = weakref.WeakSet()
+        self._locks: dict[int, threading.Lock] = {}
         # {layer id: its dtype, devices and group size at the last handshake}
-        self._known = {}
+        self._known: dict[int, tuple[str, int, int | None]] = {}
         # Why nothing can be exchanged any more. One process may have had its answer and another
         # not, so a failed step cannot be repeated.
-        self._broken = None
+        self._broken: str | None = None
 
-    def opener(self, layer, here, group_size, ranks):
+    def opener(
+        self, layer: Any, here: int, group_size: int | None, ranks: range
+    ) -> tuple[_OpenRoute, range]:
         """The function `open` of a `native.Layer` with `here` devices in this process, which shares
         statistics with these ranks. Also returns their range among the ranks that exchange."""
         members, sums, group = None, True, None
@@ -72,7 +79,7 @@ class Processes:
         configuration = layer.dtype, here, group_size
         reference = weakref.ref(layer)
 
-        def open_route(key, title, channels, size):
+        def open_route(key: native.Key, title: str, channels: int, size: int) -> native.Route:
             layer = reference()
             self._check(title)
             # A call on another thread waits until the handshake is complete.
@@ -102,7 +109,7 @@ class Processes:
 
         return open_route, ranks
 
-    def all_gather(self, name, title, mine):
+    def all_gather(self, name: str, title: str, mine: numpy.ndarray) -> numpy.ndarray:
         """The arrays of all processes, shape (size, len(mine))."""
         self._check(title)
         try:
@@ -111,7 +118,7 @@ class Processes:
             self.fail(str(error))
             raise
 
-    def fail(self, text):
+    def fail(self, text: str) -> None:
         """Notes that a step has failed here, and tells other processes, which may wait for it."""
         if self._broken is None:
             self._break(text)
@@ -119,23 +126,23 @@ class Processes:
                 _failures.append((self._given, text))
             self._store.fail(text)
 
-    def _failure_of_store(self):
+    def _failure_of_store(self) -> str | None:
         return next((text for store, text in _failures if store() is self._given()), None)
 
-    def _check(self, title):
+    def _check(self, title: str) -> None:
         if self._broken:
             raise RuntimeError(f"{title}: {self._broken}")
 
-    def _break(self, text):
+    def _break(self, text: str) -> None:
         self._broken = f"{_LOST} {text}"
         for route in list(self._routes):
             route.close(self._broken)
 
-    def _compare(self, key, title, fields):
+    def _compare(self, key: native.Key, title: str, fields: dict[str, Any]) -> None:
         """A handshake: all processes must give the same fields."""
         text = "\n".join(f"{name}={value}" for name, value in fields.items())
-        text = text.encode()[:_CONFIGURATION].ljust(_CONFIGURATION, b"\0")
-        mine = numpy.frombuffer(text, "<u4").astype(numpy.float64)
+        data = text.encode()[:_CONFIGURATION].ljust(_CONFIGURATION, b"\0")
+        mine = numpy.frombuffer(data, "<u4").astype(numpy.float64)
         what = f"{title}, to compare the layer's settings"
         everyone = self._store.exchange(key, mine, what, self._timeout)
         texts = [
@@ -151,9 +158,9 @@ class Processes:
             self._break(text)
             raise RuntimeError(text)
 
-    def _check_trainers(self, layer):
+    def _check_trainers(self, layer: Any) -> None:
         """Warns once of a Trainer with which the processes train different weights."""
-        how = getattr(self._store, "trainer", None)
+        how = self._store.trainer
         alone = how and next(filter(adds_here_alone, layer.trainers()), None)
         if alone:
             self._store.trainer = None

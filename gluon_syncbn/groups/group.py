@@ -1,8 +1,10 @@
 """Which devices and processes share statistics, and how long they wait for each other."""
 
+from __future__ import annotations
+
 import os
 import weakref
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Sequence
 
 from mxnet.context import Context
 
@@ -15,7 +17,7 @@ class _Share(NamedTuple):
     """Who shares a layer's statistics: groups of this size of a process's devices, None for all of
     them, in the processes of these ranks."""
 
-    group_size: Optional[int]
+    group_size: int | None
     ranks: range
 
 
@@ -71,7 +73,13 @@ class SyncGroup:
     # Whether the user chose this group; otherwise it is the fallback of layers without one.
     _is_chosen = True
 
-    def __init__(self, devices=None, store=None, timeout=None, group_size=None):
+    def __init__(
+        self,
+        devices: Sequence[Context] | Context | None = None,
+        store: Any = None,
+        timeout: float | None = None,
+        group_size: int | None = None,
+    ) -> None:
         if isinstance(devices, Context):
             devices = [devices]
         if devices is not None and not (
@@ -99,15 +107,15 @@ class SyncGroup:
         self._processes = None if store is None else Processes(store, self.timeout)
 
     @property
-    def size(self):
+    def size(self) -> int:
         """The number of processes."""
         return 1 if self._processes is None else self._processes.size
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncGroup:
         # Copies of a layer are in the same group, and a store cannot be copied.
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         if self.store is not None:
             raise TypeError(
                 "A SyncGroup with a store is a connection to other processes and cannot be "
@@ -117,7 +125,7 @@ class SyncGroup:
         devices = self.devices and [_context(name) for name in self.devices]
         return SyncGroup, (devices, None, self.timeout, self.group_size)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         devices = "those of the parameters" if self.devices is None else list(self.devices)
         text = f"SyncGroup(devices={devices}, timeout={self.timeout:.15g}"
         if self.group_size:
@@ -126,12 +134,12 @@ class SyncGroup:
             text += f", process {self.store.rank} of {self.size}"
         return text + ")"
 
-    def _fail(self, text):
+    def _fail(self, text: str) -> None:
         """A step of a layer has failed here."""
         if self._processes is not None:
             self._processes.fail(text)
 
-    def _configure(self, layer, devices, num_devices):
+    def _configure(self, layer: Any, devices: Sequence[str], num_devices: int | None) -> None:
         """Gives a `native.Layer` its devices, and the ranks with which it shares statistics."""
         here = num_devices or len(devices)
         open, share, config_error = None, _Share(None, range(self.size)), ""
@@ -162,7 +170,7 @@ class SyncGroup:
             notice="" if self._is_chosen else _notice(layer.name),
         )
 
-    def _share(self, name, here, are_known):
+    def _share(self, name: str, here: int, are_known: bool) -> _Share:
         """With whom a layer shares statistics that has `here` devices in this process. Raises
         ValueError if groups of this size cannot be formed."""
         k = self.group_size
@@ -187,11 +195,12 @@ class SyncGroup:
         )
 
 
-_default = None
-_users = weakref.WeakSet()
+_default: SyncGroup | None = None
+# The layers, each a `SyncedLayer`, of a folder that imports this one.
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def default_group():
+def default_group() -> SyncGroup:
     """The group of all layers that have none of their own."""
     if _default:
         return _default
@@ -200,14 +209,14 @@ def default_group():
     return group
 
 
-def is_first_process():
+def is_first_process() -> bool:
     """Whether this process is of rank 0, as far as is known: it speaks for all of its job."""
     ranks = map(os.environ.get, ("GLUON_SYNCBN_RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"))
     store = default_group().store
     return store.rank == 0 if store is not None else next(filter(None, ranks), "0") == "0"
 
 
-def _notice(name):
+def _notice(name: str) -> str:
     """The notice for a layer if this process is one of several and the user has not said whether
     they share statistics; otherwise empty."""
     get = os.environ.get
@@ -229,7 +238,7 @@ def _notice(name):
     return ""
 
 
-def check_group(group):
+def check_group(group: Any) -> None:
     """Raises TypeError for anything but a SyncGroup or None."""
     if group is None or isinstance(group, SyncGroup):
         return
@@ -241,7 +250,7 @@ def check_group(group):
     raise TypeError(f"group is {group!r}: give gluon_syncbn.{how}.")
 
 
-def set_default_group(group):
+def set_default_group(group: SyncGroup | None) -> None:
     """Sets the group of all layers, present and future, that have none of their own.
 
     Parameters
@@ -264,15 +273,15 @@ def set_default_group(group):
         layer.configure()
 
 
-def follow_default_group(layer):
+def follow_default_group(layer: Any) -> None:
     """Configures the layer again whenever the default group changes."""
     _users.add(layer)
 
 
-def stop_following(layer):
+def stop_following(layer: Any) -> None:
     _users.discard(layer)
 
 
-def _context(name):
+def _context(name: str) -> Context:
     kind, number = name[:-1].split("(")
     return Context(kind, int(number))

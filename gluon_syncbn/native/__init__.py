@@ -21,6 +21,7 @@ from ._routes import (
     Connection,
     InFlight,
     Key,
+    Route,
     Segment,
     packed_size,
     push_for_others,

@@ -1,9 +1,13 @@
 """Steps in which some devices or processes have no data, or which may be interrupted."""
 
+from __future__ import annotations
+
 import weakref
+from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 import mxnet as mx
 from mxnet.context import Context
+from mxnet.gluon import Block, Parameter, Trainer
 
 from .. import native
 from ..graph.blocks import check_block
@@ -17,7 +21,10 @@ from ..trainers import (
     trainers,
 )
 from . import precise
-from .steps import end_step, take_part
+from .steps import all_layers, end_step, take_part
+
+if TYPE_CHECKING:
+    from ..layers.synced_layer import SyncedLayer
 
 
 class participants:
@@ -109,9 +116,14 @@ class participants:
 
     _inside = False
     # The contexts that left devices idle, until the next step: one, and later ones for blocks.
-    _idle = ()
+    _idle: tuple[participants, ...] = ()
 
-    def __init__(self, devices, trainer=None, blocks=None):
+    def __init__(
+        self,
+        devices: Sequence[Context | mx.nd.NDArray],
+        trainer: Trainer | None = None,
+        blocks: Block | Sequence[Block] | None = None,
+    ) -> None:
         devices = devices if isinstance(devices, (list, tuple)) else [devices]
         devices = [getattr(device, "context", device) for device in devices]
         if not all(isinstance(device, Context) for device in devices):
@@ -122,16 +134,19 @@ class participants:
         check_trainer(trainer, "participants")
         # What this context leaves to the next one must keep no Trainer alive, and so no store.
         self._trainer = None if devices else weakref.ref(_trainer_of_empty_step(trainer))
-        self._layers = self._parameters = None
+        self._layers: set[int] | None = None
+        self._parameters: weakref.WeakSet[Parameter] | None = None
         if blocks is not None:
             self._layers, self._parameters = _of_blocks(blocks, devices)
         self._devices = list(dict.fromkeys(map(str, devices)))
         self._active = False
         # {parameter: whether its gradient was new on each device, as MXNet knows it}, before the
         # context or the last step in it
-        self._was_fresh = weakref.WeakKeyDictionary()
+        self._was_fresh: weakref.WeakKeyDictionary[Parameter, list[bool]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def __enter__(self):
+    def __enter__(self) -> participants:
         if self._layers is not None:
             participants._idle = (*participants._idle, self)
             self._begin_idle()
@@ -153,7 +168,7 @@ class participants:
         end_step()
         if is_divided:
             self._begin_idle()
-        if any(self._parts(layer) for layer in native.layers()):
+        if any(self._parts(layer) for layer in all_layers()):
             # Earlier calls belong to a step of all devices.
             mx.nd.waitall()
             native.set_active_devices(self._devices)
@@ -161,7 +176,7 @@ class participants:
         participants._inside = True
         return self
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if error is not None:
                 native.give_up(error)
@@ -169,7 +184,7 @@ class participants:
                 mx.nd.waitall()
             if self._active:
                 with mx.autograd.pause():
-                    for layer in native.layers():
+                    for layer in all_layers():
                         self._share_running_statistics(layer)
         finally:
             if self._layers is None:
@@ -178,12 +193,12 @@ class participants:
                 native.set_active_devices([])
                 self._active = False
 
-    def _begin_idle(self):
+    def _begin_idle(self) -> None:
         for trainer in trainers():
             self._watch(trainer)
         if self._devices:
             return
-        layers = native.layers()
+        layers = all_layers()
         if self._layers is None:
             mx.nd.waitall()
         else:
@@ -196,8 +211,8 @@ class participants:
             layers = [layer for layer in layers if layer.id in self._layers]
         take_part(self._trainer(), layers)
 
-    def _check_devices(self, held):
-        groups = [group for layer in native.layers() for group in layer.device_groups()]
+    def _check_devices(self, held: Iterable[Sequence[str]]) -> None:
+        groups = [group for layer in all_layers() for group in layer.device_groups()]
         known = {device for devices in (*held, *groups) for device in devices}
         unknown = [device for device in self._devices if device not in known]
         if known and unknown:
@@ -206,22 +221,22 @@ class participants:
                 f"give some of {', '.join(sorted(known))}."
             )
 
-    def _divided(self, devices):
+    def _divided(self, devices: Sequence[str]) -> tuple[list[str], list[str]] | None:
         """(active, idle) devices, or None if there are not both."""
         active = [device for device in devices if device in self._devices]
         idle = [device for device in devices if device not in self._devices]
         return (active, idle) if active and idle else None
 
-    def _parts(self, layer):
+    def _parts(self, layer: SyncedLayer) -> list[tuple[list[str], list[str]]]:
         """(active, idle) devices of each group of a layer's devices that has both."""
         return list(filter(None, map(self._divided, layer.device_groups())))
 
-    def _trained(self, trainer):
+    def _trained(self, trainer: Trainer) -> list[Parameter]:
         """The Trainer's parameters, or those of the blocks."""
         own = self._parameters
         return [each for each in trained(trainer._params) if own is None or each in own]
 
-    def _watch(self, trainer):
+    def _watch(self, trainer: Trainer) -> None:
         """From now on, only gradients of later backward passes are new."""
         for parameter in self._trained(trainer):
             is_divided = not self._devices or self._divided(_devices_of(parameter))
@@ -229,7 +244,7 @@ class participants:
                 self._was_fresh[parameter] = fresh_gradients(parameter)
                 set_fresh_gradients(parameter, [False] * len(parameter._data))
 
-    def _bring_nothing(self, trainer):
+    def _bring_nothing(self, trainer: Trainer) -> None:
         """Lets idle devices contribute nothing, where active ones, or other processes, have new
         gradients."""
         for parameter in self._trained(trainer):
@@ -249,7 +264,7 @@ class participants:
                     # Otherwise the Trainer raises, because there was no backward.
                     data._fresh_grad = True
 
-    def _share_running_statistics(self, layer):
+    def _share_running_statistics(self, layer: SyncedLayer) -> None:
         arrays = layer.running_statistics()
         for active, idle in self._parts(layer):
             for device in idle:
@@ -257,7 +272,7 @@ class participants:
                     source.copyto(target)
 
 
-def _trainer_of_empty_step(trainer):
+def _trainer_of_empty_step(trainer: Trainer | None) -> Trainer:
     """The Trainer of a step in which this process has no samples."""
     if not native.spans_processes():
         raise ValueError(
@@ -272,7 +287,7 @@ def _trainer_of_empty_step(trainer):
             "gluon_syncbn.distributed.join(loader)."
         )
         # The others call the net.
-        for layer in native.layers():
+        for layer in all_layers():
             layer.fail(text)
         raise ValueError(text)
     several = [trainer] if trainer else trainers()
@@ -284,7 +299,9 @@ def _trainer_of_empty_step(trainer):
     return several[0]
 
 
-def _of_blocks(blocks, devices):
+def _of_blocks(
+    blocks: Block | Sequence[Block], devices: Sequence[Context]
+) -> tuple[set[int], weakref.WeakSet[Parameter]]:
     """The numbers of the layers of blocks, and their parameters."""
     if devices:
         raise ValueError(
@@ -299,20 +316,20 @@ def _of_blocks(blocks, devices):
     return layers, weakref.WeakSet(parameters)
 
 
-def _devices_of(parameter):
+def _devices_of(parameter: Parameter) -> list[str]:
     """The devices of a parameter, also if its initialization is deferred."""
     known = parameter._data is not None or parameter._deferred_init
     return [str(context) for context in parameter.list_ctx()] if known else []
 
 
-def clear_idle(trainer):
+def clear_idle(trainer: Trainer) -> None:
     """Lets idle devices bring nothing to a Trainer's step."""
     # Those for blocks first, as the other one takes what they clear for a backward.
     for context in reversed(participants._idle):
         context._bring_nothing(trainer)
 
 
-def watch_again(trainer):
+def watch_again(trainer: Trainer) -> None:
     """The Trainer has made its step."""
     # Blocks are without samples in one step.
     participants._idle = tuple(

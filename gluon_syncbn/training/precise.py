@@ -1,10 +1,13 @@
 """Running statistics measured again, after training or for averaged weights."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
+from typing import Iterator
 
 import mxnet as mx
-from mxnet.gluon import SymbolBlock
+from mxnet.gluon import Block, SymbolBlock
 
 from .. import native
 from ..distributed.join import counted
@@ -15,11 +18,11 @@ from .steps import end_step
 _log = logging.getLogger("gluon_syncbn")
 _COUNT = "num_batches_tracked"
 # The nets within the context.
-measured = []
+measured: list[Block] = []
 
 
 @contextlib.contextmanager
-def precise_statistics(net):
+def precise_statistics(net: Block) -> Iterator[None]:
     r"""A context in which a net's running statistics become the mean over the n batches that it is
     called with, whatever the `momentum` of its layers is.
 
@@ -65,7 +68,7 @@ def precise_statistics(net):
     for path, block in found:
         if isinstance(block, SyncBatchNorm):
             layers += [] if block._kwargs["use_global_stats"] else [block]
-        elif isinstance(block, (*BATCH_NORMS, SymbolBlock)):
+        elif isinstance(block, BATCH_NORMS) or isinstance(block, SymbolBlock):
             left.append(path or block.name)
     if not layers:
         raise ValueError(
@@ -105,18 +108,18 @@ def precise_statistics(net):
         compile_again(found)
 
 
-def _count(layer):
+def _count(layer: SyncBatchNorm) -> float | None:
     """The number of batches, or None if the layer does not count them."""
     count = vars(layer).get(_COUNT)
     return None if count is None else count.list_data()[0].asnumpy()[0]
 
 
-def _set_count(layer, count):
+def _set_count(layer: SyncBatchNorm, count: float) -> None:
     for array in layer.num_batches_tracked.list_data():
         array[:] = count
 
 
-def _count_batches(layer):
+def _count_batches(layer: SyncBatchNorm) -> None:
     if layer._kwargs["momentum"] is not None:
         mean, settings = layer.running_mean, {"init": "zeros", "differentiable": False}
         devices = mean.list_ctx()  # An error here must leave no parameter behind.
@@ -131,9 +134,9 @@ def _count_batches(layer):
         _set_count(layer, 0)
 
 
-def _follow_batches(layer, momentum):
+def _follow_batches(layer: SyncBatchNorm, momentum: float) -> None:
     layer._kwargs = {**layer._kwargs, "momentum": momentum}
-    count = vars(layer).pop(_COUNT, None)
+    count = layer.__dict__.pop(_COUNT, None)
     if count is not None:
         del layer._reg_params[_COUNT], layer.params._params[count.name]
     layer._layer.enter(layer)
