@@ -8,8 +8,12 @@ gluon_syncbn``, starts processes and works with files.
 
 # ruff: noqa: F403, F405
 
+from __future__ import annotations
+
 import importlib
 import sys
+from types import ModuleType
+from typing import Any
 
 import mxnet_compat
 
@@ -39,11 +43,11 @@ __all__ = [
 ]
 
 
-def _load():
+def _load() -> ModuleType:
     return importlib.import_module("._public", __name__)
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_load(), name)

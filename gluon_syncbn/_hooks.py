@@ -4,10 +4,13 @@ docs/design.md lists hooks that are made later. Functions of classes are replace
 stored in an object would be shared by its copies, and others replace those of a single Trainer.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
 from functools import partial
+from typing import Any, Callable, Iterable, Iterator
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock, Trainer
@@ -26,7 +29,7 @@ from .training import participants, steps
 _DYNAMIC = ("_contrib_boolean_mask", "_npi_bincount", "_npi_delete", "_npi_unique", "_npx_nonzero")
 
 
-def _handles(names):
+def _handles(names: Iterable[str]) -> Iterator[int]:
     for name in names:
         handle = mx.base.OpHandle()
         # Old releases lack some.
@@ -37,13 +40,13 @@ def _handles(names):
 _dynamic = set(_handles(_DYNAMIC))
 
 
-def _inputs_if_waited_for(operator, count, inputs, *_):
+def _inputs_if_waited_for(operator: Any, count: Any, inputs: Any, *_: Any) -> Any:
     return inputs[: count.value] if operator.value in _dynamic else None
 
 
 # Functions of MXNet by which Python waits, reads and saves, with the arrays that they read. They
 # note that they wait, and raise the error of a failed step.
-_WAITS = [
+_WAITS: list[tuple[Any, str, Callable[..., Any]]] = [
     (mx.base._LIB, name, partial(failures.waiting, arrays=arrays))
     for name, arrays in (
         ("MXNDArrayWaitToRead", lambda array: [array]),
@@ -72,7 +75,7 @@ _adding = partial(
         participants.clear_idle,
     ],
 )
-_HOOKS = [
+_HOOKS: list[tuple[Any, str, Callable[..., Any]]] = [
     # Fuses the graphs of marked blocks, traces again what a copy of a net, Block.load or `freeze`
     # has changed, and numbers the nodes of a layer that has several.
     (HybridBlock, "_get_graph", compiled.compiling),
@@ -105,7 +108,7 @@ if "HOROVOD_RANK" in os.environ:
             _HOOKS.append((HorovodBasics, name, partial(waits.noting, for_others=True)))
 
 
-def install():
+def install() -> None:
     exit.install()
     # Under the naive engine no call waits for another. A copy into an array, with which others
     # wait, comes between the calls of two devices.

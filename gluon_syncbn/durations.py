@@ -4,6 +4,8 @@ A timeout belongs to a store, a group or a call: ``timeout``, or ``GLUON_SYNCBN_
 process is stopped its time stands still: see `waits.Clock`.
 """
 
+from __future__ import annotations
+
 # The timeout, where nobody gives one.
 TIMEOUT = 300.0
 # The share of a timeout after which a wait is worth a warning.
@@ -49,6 +51,6 @@ TELL, LAST_WORDS = 1.0, 2.0
 PATIENCE, WARNINGS = 2.0, 2.0
 
 
-def duration(number):
+def duration(number: float) -> str:
     """Seconds as a text, such as "0.25 s" or "12 s", as the native library writes them."""
     return f"{round(number, 2):g} s" if number < 10 else f"{number:.0f} s"

@@ -40,7 +40,7 @@ class Reducer(Store):
         # {user's key: how many numbers}
         self._sizes: dict[str, int] = {}
         self._memory: SharedMemory | None = None
-        self._connection = native.Connection(durations.EXPLAINED)
+        self._connection = native.Connection(explained_within=durations.EXPLAINED)
         # What follows may have shorter limits than a slow start.
         limit = min(timeout, seconds(None))
         self.member = Member(limit, self._connection.in_flight, self._about.__getitem__)

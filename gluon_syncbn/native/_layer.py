@@ -1,5 +1,7 @@
 """Registers the operator and keeps its layers."""
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import os
@@ -7,12 +9,21 @@ import sys
 import threading
 import uuid
 import weakref
+from typing import TYPE_CHECKING, Any, Callable, Collection, Mapping, Sequence
 
 from . import callbacks, threads
 from ._routes import INTERRUPTED, Key
 from .callbacks import callback, encoded, last_text
 from .library import NAIVE_ENGINE, mxnet
 from .library import library as _library
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    import numpy
+    from mxnet.nd import NDArray
+
+    from ._routes import Route
 
 OP_TYPE = "GluonSyncBatchNorm"
 # Graphs carry this UUID, so that those of another process do not find this one's layers.
@@ -32,12 +43,12 @@ _FUNCTIONS = (
 
 
 @callback
-def on_warning(text):
+def on_warning(text: str) -> None:
     threads.warn(text)
 
 
 @callback
-def on_failure(layer_id, text):
+def on_failure(layer_id: int, text: str) -> None:
     """A call has ended, as the step has failed. Runs on its thread."""
     layer = _layers.get(layer_id)
     if layer is not None:
@@ -45,7 +56,7 @@ def on_failure(layer_id, text):
 
 
 @callback
-def on_wait(layer_id, device):
+def on_wait(layer_id: int, device: str) -> None:
     """A call waits for this device. Runs on its thread."""
     layer = _layers.get(layer_id)
     if layer is not None:
@@ -53,7 +64,7 @@ def on_wait(layer_id, device):
 
 
 @callback
-def on_report(layer_id, device):
+def on_report(layer_id: int, device: str) -> None:
     """A call on this device reports an error to MXNet. Runs on its thread."""
     layer = _layers.get(layer_id)
     written = layer.written().get(device) if layer is not None and layer.is_written else None
@@ -62,7 +73,7 @@ def on_report(layer_id, device):
 
 
 @callback
-def on_may_run():
+def on_may_run() -> bool:
     """Whether other processes or GPUs may be at work, or MXNet is calling functions of the user's,
     such as custom operators, which may sleep. Runs on a thread of MXNet's that waits."""
     if spans_processes() or "DMLC_ROLE" in os.environ or "horovod" in sys.modules:
@@ -76,23 +87,23 @@ def on_may_run():
     )
 
 
-def is_of_mxnet(thread):
+def is_of_mxnet(thread: threading.Thread) -> bool:
     """Whether MXNet has started it, or another library: not Python."""
     return isinstance(thread, threading._DummyThread)
 
 
-def _is_ours(frame):
+def _is_ours(frame: FrameType) -> bool:
     while frame.f_back:
         frame = frame.f_back
     return frame.f_code.co_filename == callbacks.__file__
 
 
-def settle(layers, why="", after_error=False):
+def settle(layers: Collection[Layer], why: str = "", after_error: bool = False) -> None:
     """Waits until all calls of these layers that were made so far have ended, or wait for one that
     was not made. The step fails if MXNet has skipped one; in the latter case, if it says why.
     after_error: also if what these layers train with holds an error."""
     begin = _library.gluon_syncbn_next_ticket()
-    trained = {}
+    trained: dict[int, tuple[Layer, NDArray]] = {}
     for layer in layers:
         for device in layer.written():
             layer.probe(device)
@@ -105,7 +116,7 @@ def settle(layers, why="", after_error=False):
 
 
 @callback
-def on_open(layer_id, backward, node, title, channels, size):
+def on_open(layer_id: int, backward: bool, node: int, title: str, channels: int, size: int) -> int:
     """Opens the route of a layer's messages. Runs on the thread of the device that arrived last."""
     layer = _layers.get(layer_id)
     if layer is None:
@@ -114,7 +125,7 @@ def on_open(layer_id, backward, node, title, channels, size):
     return layer.open(key, title, channels, size).handle
 
 
-def _register(mxnet):
+def _register(mxnet: Any) -> None:
     api = (ctypes.c_void_p * len(_FUNCTIONS))(
         *(ctypes.cast(mxnet.base._LIB[name], ctypes.c_void_p) for name in _FUNCTIONS)
     )
@@ -129,26 +140,26 @@ def _register(mxnet):
 class Layer:
     """A layer of the native library: a unique id, a name, devices."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         self.id = next(_ids)
         self.name = name
-        self.devices = ()
+        self.devices: tuple[str, ...] = ()
         # As a graph has.
-        self.layers = weakref.WeakSet([self])
+        self.layers: weakref.WeakSet[Layer] = weakref.WeakSet([self])
         _layers[self.id] = self
         weakref.finalize(self, _library.gluon_syncbn_forget, self.id).atexit = False
 
     def set_devices(
         self,
-        devices,
-        num_devices,
-        timeout,
-        group_size=0,
-        ranks=range(1),
-        open=None,
-        config_error="",
-        notice="",
-    ):
+        devices: Sequence[str],
+        num_devices: int | None,
+        timeout: float,
+        group_size: int = 0,
+        ranks: range = range(1),
+        open: Callable[[Key, str, int, int], Route] | None = None,
+        config_error: str = "",
+        notice: str = "",
+    ) -> None:
         """devices: those that may take part, as MXNet names them; if unknown, empty: then any
         num_devices, or one, take part. num_devices: how many do, None for all. group_size: the size
         of the groups in which they synchronize, 0 for one group. open(key, title, channels, size):
@@ -176,30 +187,32 @@ class Layer:
             notice=encoded(notice),
         )
 
-    def forget(self):
+    def forget(self) -> None:
         """Lets the layer be deleted, as nothing is under way any more."""
         _spanning.pop(self.id, None)
 
-    def fail(self, text):
+    def fail(self, text: str) -> None:
         """A step has failed here."""
 
-    def last_written(self, active):
+    def last_written(self, active: Sequence[str]) -> tuple[NDArray | None, NDArray | None]:
         """An array that a forward in training mode changes on one of the active devices (of all
         if none are named), and one that a backward does; None where there is none."""
         return None, None
 
-    # Whether MXNet knows that a forward call writes the running mean.
-    is_written = True
+    @property
+    def is_written(self) -> bool:
+        """Whether MXNet knows that a forward call writes the running mean."""
+        return True
 
-    def written(self):
+    def written(self) -> Mapping[str, Sequence[NDArray]]:
         """{device: [the running mean, others that hold an error if MXNet has skipped a call]}"""
         return {}
 
-    def trained(self):
+    def trained(self) -> Sequence[NDArray]:
         """The parameters that are trained with the layer, and their gradients."""
         return ()
 
-    def probe(self, device):
+    def probe(self, device: str) -> None:
         """Pushes operations behind the calls that were made on a device."""
         arrays = self.written().get(device, ())
         for array in arrays:
@@ -207,23 +220,24 @@ class Layer:
         if arrays:
             _library.gluon_syncbn_probe(self.id, encoded(device), arrays[0].handle, True)
 
-    def watch_written(self):
+    def watch_written(self) -> None:
         """Watches what the calls that were made so far write."""
         for device, arrays in self.written().items():
             for array in arrays:
                 self.watch(device, array)
 
-    def watch(self, device, array):
+    def watch(self, device: str, array: NDArray) -> None:
         """The step fails if the array, which a call on this device writes, holds an error by the
         time that what was pushed so far has ended."""
         _library.gluon_syncbn_probe(self.id, encoded(device), array.handle, False)
 
 
-def layers():
+def layers() -> list[Any]:
+    """Those of this process, all of the class that the package makes of `Layer`."""
     return list(_layers.values())
 
 
-def set_active_devices(devices):
+def set_active_devices(devices: Sequence[str]) -> None:
     """Sets which devices take part from the next forward calls on; none means all. No forward call
     may be in progress."""
     global _active
@@ -231,16 +245,16 @@ def set_active_devices(devices):
     _library.gluon_syncbn_set_active_devices(_texts(devices), len(devices))
 
 
-def _texts(names):
+def _texts(names: Sequence[str]) -> Any:
     return (ctypes.c_char_p * len(names))(*map(encoded, names))
 
 
-def set_joined(joined):
+def set_joined(joined: bool) -> None:
     """Sets whether this process has run out of data and contributes zeros to the sums of all."""
     _library.gluon_syncbn_set_joined(joined)
 
 
-def end_step(kept):
+def end_step(kept: Sequence[int]) -> int:
     """Ends a step of the layers that exchange with other processes, and returns its number. From
     now on `exchanges` knows this one, and those that it has for the `kept` numbers."""
     layers = list(_spanning.values())
@@ -255,7 +269,7 @@ def end_step(kept):
     )
 
 
-def exchanges(step):
+def exchanges(step: int) -> list[tuple[int, bool, int, int]]:
     """The exchanges of a step, or of the last one before it that had any, in their order: (id of
     the layer, whether it is a backward, number of the node, how many forward calls ago it went
     forward)."""
@@ -265,7 +279,15 @@ def exchanges(step):
     return [(key, bool(backward), node, ago) for key, backward, node, ago in found]
 
 
-def take_part(layer, backward, node, ago, running, momentum, unbiased):
+def take_part(
+    layer: Layer,
+    backward: bool,
+    node: int,
+    ago: int,
+    running: Sequence[numpy.ndarray],
+    momentum: float | None,
+    unbiased: bool,
+) -> tuple[str, bool]:
     """Makes an exchange without samples, as one of `exchanges`. running: the running statistics,
     NumPy arrays, which follow a forward. Returns why it has failed, or "", and whether Ctrl-C has
     come meanwhile."""
@@ -283,17 +305,17 @@ def take_part(layer, backward, node, ago, running, momentum, unbiased):
     return last_text() if status else "", status == INTERRUPTED
 
 
-def spans_processes():
+def spans_processes() -> bool:
     """Whether any layer exchanges with other processes."""
     return bool(_spanning)
 
 
 _ids = itertools.count()
-_layers = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 # Those that exchange with other processes. Calls may still be on their way there, where others wait
 # for them, when the net is dropped.
-_spanning = {}
-_active = ()
+_spanning: dict[int, Layer] = {}
+_active: Sequence[str] = ()
 HAS_ONEDNN = (
     mxnet.runtime.Features().is_enabled("MKLDNN") and os.environ.get("MXNET_MKLDNN_ENABLED") != "0"
 )

@@ -1,14 +1,20 @@
 """Routes to other processes, and waits for arrays that MXNet may never write."""
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import weakref
-from collections import namedtuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 from .. import durations
 from .callbacks import callback, decoded, encoded, last_text
 from .library import CLOSED, mxnet, numpy
 from .library import library as _library
+
+if TYPE_CHECKING:
+    from mxnet.kvstore import KVStore
+    from mxnet.nd import NDArray
 
 # How many float32 numbers carry one float64.
 THIRDS = 3
@@ -20,20 +26,33 @@ _WRITTEN, _TIME_IS_UP, _WAS_INTERRUPTED, _CLOSED = range(4)
 INTERRUPTED = -2
 
 
-class Key(namedtuple("Key", "layer direction node group", defaults=(None, None))):
+class Key(NamedTuple):
     """Names what processes exchange: a layer's messages, or without a layer what `direction`
     says."""
 
-    def __str__(self):  # As stores and other processes see it.
+    layer: int | None
+    direction: str
+    node: int | None = None
+    group: int | None = None
+
+    def __str__(self) -> str:  # As stores and other processes see it.
         text = " ".join(str(part) for part in self[:3] if part is not None)
         return f"{text} in groups of {self.group}" if self.group else text
 
 
-# An exchange: its title, for users; key, and number of the call with this key, which are equal in
-# all processes; timeout, and when it began, or was completed, on the clock of time.monotonic().
-class InFlight(namedtuple("InFlight", "title key number timeout since")):
+class InFlight(NamedTuple):
+    """An exchange: its title, for users; key, and number of the call with this key, which are equal
+    in all processes; timeout, and when it began, or was completed, on the clock of
+    time.monotonic()."""
+
+    title: str
+    key: str
+    number: int
+    timeout: float
+    since: float
+
     @property
-    def name(self):
+    def name(self) -> str:
         """Equal in all processes."""
         return f"{self.key} {self.number}"
 
@@ -50,29 +69,43 @@ class Connection:
     Within `with`, no other thread calls the store's functions.
     """
 
-    def __init__(self, all_reduce=None, explained_within=0.0):
+    def __init__(
+        self,
+        all_reduce: Callable[[str, numpy.ndarray], numpy.ndarray] | None = None,
+        explained_within: float = 0.0,
+    ) -> None:
         self.all_reduce = all_reduce
         self._id = next(_ids)
         _connections[self._id] = self
         self._handle = _library.gluon_syncbn_connect(explained_within)
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         _library.gluon_syncbn_lock_calls(self._handle)
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         _library.gluon_syncbn_unlock_calls(self._handle)
 
-    def in_flight(self):
+    def in_flight(self) -> tuple[list[InFlight], list[InFlight]]:
         """The exchanges in flight, and the last that completed: lists of `InFlight`,
         oldest first."""
-        in_flight, completed = [], []
+        in_flight: list[InFlight] = []
+        completed: list[InFlight] = []
         for entry in decoded(_library.gluon_syncbn_in_flight(self._handle)).split("\x1e")[:-1]:
             is_open, key, number, timeout, since, title = entry.split("\x1f", 5)
             exchange = InFlight(title, key, int(number), float(timeout), float(since))
             (in_flight if is_open == "1" else completed).append(exchange)
         return in_flight, completed
 
-    def kvstore_route(self, key, size, rank, kvstore, number, slots, sums=None):
+    def kvstore_route(
+        self,
+        key: str,
+        size: int,
+        rank: int,
+        kvstore: KVStore,
+        number: int,
+        slots: NDArray,
+        sums: tuple[int, NDArray] | None = None,
+    ) -> Route:
         """A `Route` through MXNet's KVStore, where its key is `number`. slots: an array of shape
         (processes, `THIRDS`, size) that nothing else uses. sums: the number and the array, of
         `packed_size`, of a key that the store adds up."""
@@ -95,7 +128,9 @@ class Connection:
         )
         return Route(handle, len(slots), slots, sums)
 
-    def horovod_route(self, key, size, processes, operations, sums=False):
+    def horovod_route(
+        self, key: str, size: int, processes: int, operations: Any, sums: bool = False
+    ) -> Route:
         """A `Route` through Horovod. operations: ``hvd.mpi_ops``. sums: whether Horovod is to add
         up what the processes send."""
         functions = operations.MPI_MXNET_LIB_CTYPES
@@ -124,7 +159,9 @@ class Connection:
         )
         return Route(handle, processes, mine, everyone, packed, added)
 
-    def shared_memory_route(self, key, size, rank, processes, segment, sums=False):
+    def shared_memory_route(
+        self, key: str, size: int, rank: int, processes: int, segment: Segment, sums: bool = False
+    ) -> Route:
         """A `Route` between processes of this machine, through the `Segment` of the first. sums:
         whether a layer's messages are to be added up."""
         handle = _library.gluon_syncbn_shared_memory_route(
@@ -132,7 +169,9 @@ class Connection:
         )
         return Route(_checked(handle), processes)
 
-    def function_route(self, key, size, rank, processes, exact_bits):
+    def function_route(
+        self, key: str, size: int, rank: int, processes: int, exact_bits: int
+    ) -> Route:
         """A `Route` through `all_reduce`. exact_bits: it adds whole numbers below
         ``2**exact_bits`` exactly; 0 if it may not."""
         handle = _library.gluon_syncbn_function_route(
@@ -149,12 +188,12 @@ class Segment:
     if the memory cannot be had. It is kept until the process ends.
     """
 
-    def __init__(self, token, file=None):
-        file = file and encoded(file)
-        self.handle = _checked(_library.gluon_syncbn_segment(file, encoded(token)))
+    def __init__(self, token: str, file: str | None = None) -> None:
+        path = file and encoded(file)
+        self.handle = _checked(_library.gluon_syncbn_segment(path, encoded(token)))
         self.descriptor = _library.gluon_syncbn_descriptor(self.handle)
 
-    def close(self):
+    def close(self) -> None:
         """From now on nobody can open it."""
         _library.gluon_syncbn_close_descriptor(self.handle)
 
@@ -163,21 +202,21 @@ class Route:
     """A key under which all processes repeatedly exchange the same number of values: see
     processes/route.h."""
 
-    def __init__(self, handle, processes, *arrays):
+    def __init__(self, handle: int, processes: int, *arrays: Any) -> None:
         self.handle, self._processes = handle, processes
         # Kept alive, as the library uses them.
         self._arrays = arrays
 
     @property
-    def calls(self):
+    def calls(self) -> int:
         """The number of exchanges so far."""
         return _library.gluon_syncbn_route_calls(self.handle)
 
-    def close(self, why):
+    def close(self, why: str) -> None:
         """Makes exchanges that begin from now on raise this text, after their title."""
         _library.gluon_syncbn_close_route(self.handle, encoded(why))
 
-    def exchange(self, title, timeout, mine):
+    def exchange(self, title: str, timeout: float, mine: numpy.ndarray) -> numpy.ndarray:
         """The values of all processes, shape (processes, size), or their sums, shape (1, size).
         Raises RuntimeError, or KeyboardInterrupt if Ctrl-C has ended it."""
         mine = numpy.ascontiguousarray(mine, numpy.float64)
@@ -200,7 +239,7 @@ class Route:
 
 
 @callback
-def on_all_reduce(store, key, values, rows, size):
+def on_all_reduce(store: int, key: str, values: int, rows: int, size: int) -> None:
     """Adds numbers through a user's function. Runs on the waiting thread."""
     numbers = ctypes.cast(values, ctypes.POINTER(ctypes.c_double))
     array = numpy.ctypeslib.as_array(numbers, (size,))
@@ -209,20 +248,20 @@ def on_all_reduce(store, key, values, rows, size):
     array[:] = _connections[store].all_reduce(key, array.reshape(shape).copy()).ravel()
 
 
-def packed_size(size, processes, exact_bits):
+def packed_size(size: int, processes: int, exact_bits: int) -> int:
     """How many numbers a store adds up for a message of `size` values; 0 if it cannot, as it adds
     only whole numbers below ``2**exact_bits`` exactly."""
     return _library.gluon_syncbn_packed_size(size, processes, exact_bits)
 
 
-def _checked(handle):
+def _checked(handle: int) -> int:
     """Raises RuntimeError if the function that returned it has failed."""
     if not handle:
         raise RuntimeError(last_text())
     return handle
 
 
-def wait_for(array, check):
+def wait_for(array: NDArray, check: Callable[[], None]) -> None:
     """Waits until MXNet, which may never do so, has written an NDArray. check() is called now and
     then, and raises if the wait is of no use."""
     wait = _library.gluon_syncbn_array_wait_begin(array.handle)
@@ -239,7 +278,7 @@ def wait_for(array, check):
     array.wait_to_read()
 
 
-def push_for_others(push, inputs, outputs):
+def push_for_others(push: Callable[[], Any], inputs: Any, outputs: Any) -> Any:
     """Calls push(), by which a store pushes an operation to MXNet that waits for other processes.
     inputs, outputs : handles of arrays, or None: it is under way from when the one is written until
     the other is."""
@@ -252,12 +291,12 @@ def push_for_others(push, inputs, outputs):
         _library.gluon_syncbn_count_operation(outputs, 1)
 
 
-def store_operations():
+def store_operations() -> tuple[int, ...]:
     """How many of these operations have begun, and how many have ended."""
     return tuple(map(_library.gluon_syncbn_operations, range(2)))
 
 
-def _pointer(array):
+def _pointer(array: NDArray) -> ctypes.c_void_p:
     """The memory of an NDArray on the CPU. MXNet does not notice when it is written."""
     array.wait_to_read()
     pointer = ctypes.c_void_p()
@@ -265,16 +304,16 @@ def _pointer(array):
     return pointer
 
 
-def restore_layout(array):
+def restore_layout(array: NDArray) -> None:
     """Gives an NDArray on a CPU MXNet's usual layout in memory, if oneDNN gave it another."""
     _pointer(array)
 
 
-def view(array):
+def view(array: NDArray) -> numpy.ndarray:
     """NumPy's view of the memory of an NDArray."""
     kind = numpy.ctypeslib.as_ctypes_type(array.dtype)
     return numpy.ctypeslib.as_array(ctypes.cast(_pointer(array), ctypes.POINTER(kind)), array.shape)
 
 
 _ids = itertools.count()
-_connections = weakref.WeakValueDictionary()
+_connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()

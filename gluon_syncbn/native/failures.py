@@ -5,10 +5,13 @@ src/operator/rendezvous/failures.cc says when a step fails. From then on its cal
 so no value may be read before the error has been raised.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import threading
 import weakref
+from typing import Any, Callable, Iterable, NoReturn
 
 from . import _layer, waits
 from .callbacks import decoded, encoded, text_of
@@ -17,7 +20,9 @@ from .library import mxnet
 
 # What has called layers in training: graphs, and layers by themselves; and the threads that have.
 # Nobody waits while it holds this lock.
-_callers, _threads, _callers_lock = weakref.WeakSet(), weakref.WeakSet(), threading.Lock()
+_callers: weakref.WeakSet[Any] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_callers_lock = threading.Lock()
 # Those callers that each thread has called.
 _own = threading.local()
 _has_failed = ctypes.c_int.from_address(_library.gluon_syncbn_has_failed())
@@ -25,7 +30,8 @@ _lock = threading.RLock()
 # Whether this process has called a layer in training.
 _has_trained = False
 # What has been raised since the step failed, and of the last one that is over.
-_raised = _last = None
+_raised: tuple[Exception, str] | None = None
+_last: tuple[Exception, str] | None = None
 # Whether nothing of the failed step was left when it failed.
 _is_unheard = False
 _holds_error = _library.gluon_syncbn_holds_error
@@ -36,7 +42,7 @@ wait_all, _wait_to_read = (
 _wait_to_read.argtypes = [ctypes.c_void_p]
 
 
-def begin_training(caller=None):
+def begin_training(caller: Any = None) -> None:
     """This thread calls `caller.layers` in training."""
     check_step()
     global _has_trained
@@ -54,28 +60,28 @@ def begin_training(caller=None):
             _callers.add(caller)
 
 
-def callers():
+def callers() -> set[Any]:
     with _callers_lock:
         return set(_callers)
 
 
-def _own_layers():
+def _own_layers() -> set[_layer.Layer]:
     """Those that this thread has called in training."""
     return _layers_of(getattr(_own, "called", ()))
 
 
-def _layers_of(called):
+def _layers_of(called: Iterable[Any]) -> set[_layer.Layer]:
     return {layer for caller in called for layer in caller.layers}
 
 
-def check_step(_trainer=None):
+def check_step(_trainer: Any = None) -> None:
     """Raises the error of a step that has failed."""
     # Custom operators run on threads of MXNet's: what they raise, others may get.
     if _has_failed.value and not _layer.is_of_mxnet(threading.current_thread()):
         raise_failure()
 
 
-def raise_failure(error=None):
+def raise_failure(error: Exception | None = None) -> NoReturn:
     """Raises the first error of the step that has failed. error: what MXNet has just raised."""
     global _raised
     if error is None:
@@ -99,7 +105,7 @@ def raise_failure(error=None):
     raise type(error)(message)
 
 
-def recover():
+def recover() -> None:
     """Lets training go on after a failed step, in a program in which several threads train.
 
     A step that fails on one device fails as a whole: from then on its calls end, and whatever waits
@@ -126,7 +132,7 @@ def recover():
         _recover()
 
 
-def _recover():
+def _recover() -> None:
     """Waits until nothing of the step is left, and forgets it."""
     global _raised, _last, _is_unheard
     _last = _raised or (mxnet.MXNetError(""), failure())
@@ -136,7 +142,7 @@ def _recover():
     _raised, _is_unheard = None, False
 
 
-def after_fork():
+def after_fork() -> None:
     """In the child, where no call is under way."""
     global _raised, _lock, _callers_lock, _own, _has_trained
     _raised, _own, _has_trained = None, threading.local(), False
@@ -145,7 +151,7 @@ def after_fork():
     _library.gluon_syncbn_after_fork()
 
 
-def _may_recover():
+def _may_recover() -> bool:
     """Whether this thread alone can have calls under way."""
     if _layer.spans_processes():
         return _is_unheard
@@ -155,17 +161,17 @@ def _may_recover():
     return living <= {thread} and (bool(living) or thread is threading.main_thread())
 
 
-def failure():
+def failure() -> str:
     """Why the step has failed, or ""."""
     return decoded(_library.gluon_syncbn_failure())
 
 
-def unraised():
+def unraised() -> str:
     """The same, or "" if it has been raised."""
     return "" if _raised else failure()
 
 
-def error_of(status):
+def error_of(status: int) -> Exception | None:
     try:
         mxnet.base.check_call(status)
     except mxnet.MXNetError as error:
@@ -173,13 +179,13 @@ def error_of(status):
     return None
 
 
-def wait_for_all():
+def wait_for_all() -> str:
     """Waits for MXNet. Returns the error that nothing had waited for, or ""."""
     text = str(error_of(wait_all()) or "")
     return unraised() or text
 
 
-def wait_unheard(when):
+def wait_unheard(when: str) -> None:
     """Waits for MXNet `when` nobody would hear an error, and MXNet raises none twice: the next wait
     raises it."""
     global _is_unheard
@@ -190,7 +196,7 @@ def wait_unheard(when):
         _is_unheard = True
 
 
-def give_up(error):
+def give_up(error: BaseException) -> None:
     """This thread leaves a step because of an error, which the user sees. The step has failed if a
     call waits for one that the thread has not made."""
     layers = _own_layers()
@@ -200,18 +206,18 @@ def give_up(error):
         _recover()
 
 
-def finish_calls(why):
+def finish_calls(why: str) -> None:
     """Waits for all calls so far. The step fails if one waits for a call that this thread has not
     made."""
     _layer.settle(_own_layers(), why)
     mxnet.nd.waitall()
 
 
-def leaving(leave):
+def leaving(leave: Callable[..., Any]) -> Callable[..., None]:
     """Wraps ``__exit__`` of the scopes of ``autograd``."""
 
     @functools.wraps(leave)
-    def leave_and_give_up(scope, kind, error, trace):
+    def leave_and_give_up(scope: Any, kind: Any, error: BaseException | None, trace: Any) -> None:
         leave(scope, kind, error, trace)
         if error is not None and scope._enter_is_record:
             give_up(error)
@@ -219,18 +225,20 @@ def leaving(leave):
     return leave_and_give_up
 
 
-def _settle_all():
+def _settle_all() -> None:
     # An error in inference marks the running statistics of a layer too.
     trained = [each for each in _layers_of(callers()) if len(each.devices) > 1]
     _layer.settle(trained, after_error=True)
 
 
-def waiting(function, arrays, then_writes=False):
+def waiting(
+    function: Callable[..., Any], arrays: Callable[..., Any], then_writes: bool = False
+) -> Callable[..., Any]:
     """Wraps one of MXNet's C functions by which Python waits. arrays(*arguments): for which arrays;
     None: it does not wait. then_writes: it writes a file behind the wait."""
 
     @functools.wraps(function)
-    def wait(*arguments):
+    def wait(*arguments: Any) -> Any:
         waited_for = arrays(*arguments)
         if waited_for is None or _layer.is_of_mxnet(threading.current_thread()):
             return function(*arguments)

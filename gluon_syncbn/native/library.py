@@ -6,7 +6,7 @@ import ctypes
 import os
 import re
 import sys
-from typing import Any, Callable
+from typing import Any
 
 from .. import __version__
 
@@ -17,7 +17,7 @@ _LIBRARY = os.path.join(_PACKAGE, "libgluon_syncbn.so")
 CLOSED = "The process ends, and devices no longer synchronize."
 
 
-def _import_mxnet():
+def _import_mxnet() -> Any:
     # Python keeps the submodules of a package whose import has failed.
     is_broken = "mxnet.base" in sys.modules and "mxnet" not in sys.modules
     try:
@@ -33,7 +33,7 @@ def _import_mxnet():
     return mxnet
 
 
-def _why_mxnet_failed(error, is_broken):
+def _why_mxnet_failed(error: Exception, is_broken: bool) -> str:
     if is_broken:
         return (
             "MXNet was imported before gluon_syncbn in this process, and that failed: restart it "
@@ -67,7 +67,7 @@ class _Library(ctypes.CDLL):
     """The functions of src/operator/api/, and those that Python gives it to call. It carries their
     declarations as texts: see api/declare.h."""
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
         kind, parameters = self.declared(name)
         function = kind((name, self), tuple((1, parameter) for parameter in parameters))
         setattr(self, name, function)
@@ -98,15 +98,15 @@ def _ctype(kind: str) -> Any:
     return _NUMBERS[kind]
 
 
-def _load():
+def _load() -> _Library:
     if not os.path.exists(_LIBRARY):
         raise ImportError(f"The native library of gluon_syncbn is missing ({_LIBRARY}). {REBUILD}")
     try:
         library = _Library(_LIBRARY, ctypes.RTLD_LOCAL)
         # Any version has it.
-        version = library["gluon_syncbn_version"]
-        version.restype = ctypes.c_char_p
-        version = version().decode()
+        function = library["gluon_syncbn_version"]
+        function.restype = ctypes.c_char_p
+        version = function().decode()
     except (OSError, AttributeError) as error:
         raise ImportError(
             f"The native library of gluon_syncbn cannot be loaded ({error}): it was built for "

@@ -6,10 +6,12 @@ process is stopped, so a job that is suspended as a whole goes on. The table of 
 decides is in docs/design.md, "Missing processes".
 """
 
-import typing
+from __future__ import annotations
+
+from typing import Collection, Iterable, NamedTuple, Sequence
 
 from ..durations import ALONE, LATER, RECONNECTS, REMAINS, SILENCE, WARN_AFTER, duration
-from ._records import FAILED, GONE, SILENT, Report, ranks_text, reasons
+from ._records import FAILED, GONE, SILENT, Exchange, Report, ranks_text, reasons
 
 # How many exchanges to ask about at once, and the characters of a verdict.
 _MOST_ASKED, _LONGEST = 8, 8000
@@ -24,7 +26,7 @@ _CAUSES = (
 )
 
 
-class Decision(typing.NamedTuple):
+class Decision(NamedTuple):
     """What the judge has decided.
 
     kind : WARNING, to be logged once for the job; VERDICT, on which all processes end; or END, when
@@ -39,38 +41,39 @@ WARNING, VERDICT, END = "warning", "verdict", "end"
 
 
 class _Process:
-    def __init__(self):
+    def __init__(self) -> None:
         self.report = Report()
         # When it was last heard of; None until it is known.
-        self.heard = None
+        self.heard: float | None = None
         # When it closed its connection, unless it has a new one, and how many looks ago.
-        self.broken, self.looks = None, 0
+        self.broken: float | None = None
+        self.looks = 0
         # When its script ended.
-        self.ended = None
+        self.ended: float | None = None
 
 
 class Judge:
     """The judge of `size` processes. name: of the store, in messages. timeout: in seconds, of waits
     that have none of their own; while a process waits in an exchange with a longer one, that."""
 
-    def __init__(self, size, name, timeout):
+    def __init__(self, size: int, name: str, timeout: float) -> None:
         self.timeout, self._name = timeout, name
         self._processes = [_Process() for _ in range(size)]
         # The longest timeout of an exchange that some wait in, and until when it holds.
         self._longest, self._holds_until = 0.0, 0.0
         # The verdict, or END, once there is one.
-        self.decided = None
+        self.decided: Decision | None = None
         # Exchanges for which some have waited. Reports say who has reached them.
-        self.asked = []
+        self.asked: list[str] = []
         # Of waits that still last, or others that began meanwhile.
         self._has_warned = False
 
-    def begin(self, now):
+    def begin(self, now: float) -> None:
         """All processes know each other, and report from now on."""
         for process in self._processes:
             process.heard = now
 
-    def report(self, rank, report, now):
+    def report(self, rank: int, report: Report, now: float) -> list[Decision]:
         """A process has reported."""
         process = self._processes[rank]
         process.heard, process.report = now, report
@@ -87,15 +90,15 @@ class Judge:
         is_over = all(each.ended is not None for each in self._processes)
         return self._decide(END) if is_over else []
 
-    def connected(self, rank):
+    def connected(self, rank: int) -> None:
         """A process has a new connection."""
         self._processes[rank].broken = None
 
-    def disconnected(self, rank, now):
+    def disconnected(self, rank: int, now: float) -> None:
         """A process has closed its connection, as one does that ends."""
         self._processes[rank].broken, self._processes[rank].looks = now, 0
 
-    def tick(self, now):
+    def tick(self, now: float) -> list[Decision]:
         """Some time has passed."""
         if self.decided:
             return []
@@ -110,19 +113,19 @@ class Judge:
         has_warned, self._has_warned = self._has_warned, bool(found)
         return [] if has_warned else found[:1]
 
-    def _decide(self, kind, text=""):
+    def _decide(self, kind: str, text: str = "") -> list[Decision]:
         self.decided, self.asked = Decision(kind, text[:_LONGEST]), []
         return [self.decided]
 
     @property
-    def reconnects(self):
+    def reconnects(self) -> float:
         """Seconds that a process has to connect again."""
         return min(RECONNECTS, WARN_AFTER * self.timeout)
 
-    def _longest_at(self, now):
+    def _longest_at(self, now: float) -> float:
         return max(self.timeout, self._longest if now <= self._holds_until else 0.0)
 
-    def _is_lost(self, rank, now):
+    def _is_lost(self, rank: int, now: float) -> bool:
         process = self._processes[rank]
         if process.broken is not None:
             # Where rank 0 was stopped, the new connection may be waiting to be read.
@@ -132,10 +135,10 @@ class Judge:
 
     # Exchanges.
 
-    def _waits(self):
+    def _waits(self) -> list[tuple[int, Exchange]]:
         """Each exchange in flight, as seen by the process that has waited longest, and its rank;
         the longest wait first."""
-        longest = {}
+        longest: dict[tuple[str, int], tuple[int, Exchange]] = {}
         for rank, process in enumerate(self._processes):
             for exchange in process.report.exchanges:
                 # Groups of processes have exchanges of the same name.
@@ -144,7 +147,7 @@ class Judge:
                     longest[which] = rank, exchange
         return sorted(longest.values(), key=lambda wait: -wait[1].waited)
 
-    def _missing(self, exchange):
+    def _missing(self, exchange: Exchange) -> list[int]:
         """The members of an exchange that have not arrived."""
         return [
             rank
@@ -153,7 +156,7 @@ class Judge:
             and not self._processes[rank].report.reached.get(exchange.name)
         ]
 
-    def _judge_exchanges(self, now):
+    def _judge_exchanges(self, now: float) -> Decision | None:
         waits = self._waits()
         asked = [e.name for _, e in waits if e.waited > e.timeout * WARN_AFTER / 2]
         self.asked = list(dict.fromkeys(asked))[:_MOST_ASKED]
@@ -177,7 +180,7 @@ class Judge:
                 warning = Decision(WARNING, text)
         return warning
 
-    def _ended_before(self, exchange, rank, other):
+    def _ended_before(self, exchange: Exchange, rank: int, other: int) -> bool:
         """Whether the script of `other` has ended without this exchange, in which `rank` has still
         been seen a while later."""
         ended, seen = self._processes[other].ended, self._processes[rank].heard
@@ -189,7 +192,7 @@ class Judge:
 
     # Other waits.
 
-    def _judge_places(self, now):
+    def _judge_places(self, now: float) -> Decision | None:
         counted, rank = max(
             (_counted(process.report), rank) for rank, process in enumerate(self._processes)
         )
@@ -210,7 +213,7 @@ class Judge:
         limit = duration(timeout * place.waited / counted)
         return Decision(WARNING, f"{text} After {limit} this ends the process.")
 
-    def _judge_end(self, now):
+    def _judge_end(self, now: float) -> Decision | None:
         ended = [each.ended for each in self._processes if each.ended is not None]
         if not ended:
             return None
@@ -232,10 +235,10 @@ class Judge:
 
     # Texts.
 
-    def _reasons(self, ranks, now):
+    def _reasons(self, ranks: Iterable[int], now: float) -> str:
         return reasons({rank: self._reason(rank, now) for rank in ranks})
 
-    def _reason(self, rank, now):
+    def _reason(self, rank: int, now: float) -> tuple[str, float | None]:
         """Why a process is missing, and the seconds for which it is where it is, or None."""
         process = self._processes[rank]
         report, place = process.report, process.report.place
@@ -257,11 +260,13 @@ class Judge:
         does = "is at" if place.waited is None else "waits in"
         return f"{text}, {does} {place.text}", place.stood
 
-    def _others_text(self, ranks, now):
+    def _others_text(self, ranks: Collection[int], now: float) -> str:
         others = [rank for rank in range(len(self._processes)) if rank not in ranks]
         return f"The others: {self._reasons(others, now)}."
 
-    def _exchange_text(self, exchange, rank, missing, now):
+    def _exchange_text(
+        self, exchange: Exchange, rank: int, missing: Sequence[int], now: float
+    ) -> str:
         members = exchange.members
         arrived = sorted({*members} - {*missing})
         text = (
@@ -275,7 +280,7 @@ class Judge:
             text += f" {self._others_text(members, now)}"
         return text
 
-    def _lost_text(self, lost, now):
+    def _lost_text(self, lost: Sequence[int], now: float) -> str:
         """Why the job ends without these processes, for which another may wait in an exchange."""
         for rank, exchange in self._waits():
             missing = self._missing(exchange)
@@ -284,6 +289,6 @@ class Judge:
         return f"Missing: {self._reasons(lost, now)}. {self._others_text(lost, now)}"
 
 
-def _counted(report):
+def _counted(report: Report) -> float:
     """How long a process has waited for others, in MXNet or a store."""
     return report.place.counted if report.place else 0.0

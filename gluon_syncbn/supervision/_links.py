@@ -1,5 +1,7 @@
 """The connections between rank 0 and all other processes. A message is a line of JSON."""
 
+from __future__ import annotations
+
 import asyncio
 import hmac
 import ipaddress
@@ -7,6 +9,8 @@ import json
 import os
 import secrets
 import socket
+from asyncio import StreamReader, StreamWriter
+from typing import Any, Callable
 
 from .. import durations
 
@@ -22,17 +26,17 @@ _ENDS = (EOFError, OSError, ValueError, asyncio.TimeoutError)
 _GOODBYE = None
 
 
-def _line(message):
+def _line(message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _send(writer, line):
+def _send(writer: StreamWriter, line: bytes) -> None:
     # The next message says the same, or more.
     if writer.transport.get_write_buffer_size() < _MOST_UNSENT:
         writer.write(line)
 
 
-async def _message(reader):
+async def _message(reader: StreamReader) -> Any:
     """The next one. Raises EOFError at the end, OSError if the network ends it, and ValueError for
     anything else."""
     line = await reader.readline()
@@ -44,7 +48,7 @@ async def _message(reader):
         raise ValueError("nested too deep") from error
 
 
-async def _first_message(reader, token):
+async def _first_message(reader: StreamReader, token: str) -> Any:
     """What it carries: [_VERSION, token, ...] shows that no stranger sends it."""
     message = await _message(reader)
     if not (isinstance(message, list) and len(message) == 3 and message[0] == _VERSION):
@@ -62,19 +66,26 @@ class Hub:
     the first message to a process.
     """
 
-    def __init__(self, size, receive, connected, disconnected, greeting):
+    def __init__(
+        self,
+        size: int,
+        receive: Callable[[int, Any], None],
+        connected: Callable[[int], None],
+        disconnected: Callable[[int], None],
+        greeting: Callable[[], Any],
+    ) -> None:
         self._size, self._receive, self._greeting = size, receive, greeting
         self._connected, self._disconnected = connected, disconnected
         # A process shows the first and is shown the second, so each side knows the other.
         self._tokens = [secrets.token_hex(7) for _ in range(2)]
-        self._writers = {}
+        self._writers: dict[int, StreamWriter] = {}
 
-    async def listen(self):
+    async def listen(self) -> str:
         """Returns "IP port token token", by which `Link` finds it. Raises OSError."""
         host = _own_host()
         try:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
+            if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
                 raise OSError("no address that others could reach")
             listener = socket.create_server(address, family=family)
             self._server = await asyncio.start_server(
@@ -89,20 +100,20 @@ class Hub:
         return " ".join([ip.partition("%")[0], str(port), *self._tokens])
 
     @property
-    def connected(self):
+    def connected(self) -> int:
         return len(self._writers)
 
-    def send(self, message):
+    def send(self, message: Any) -> None:
         """Sends it to all."""
         line = _line(message)
         for writer in self._writers.values():
             _send(writer, line)
 
-    def close(self):
+    def close(self) -> None:
         """Listens no more."""
         self._server.close()
 
-    async def _serve(self, reader, writer):
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         rank, heard, has_ended = None, 0.0, False
         try:
             rank, heard = await self._admit(reader), _now()
@@ -130,7 +141,7 @@ class Hub:
                 if has_ended:
                     self._disconnected(rank)
 
-    async def _admit(self, reader):
+    async def _admit(self, reader: StreamReader) -> int:
         first = _first_message(reader, self._tokens[0])
         rank = await asyncio.wait_for(first, durations.GREETING)
         if rank not in range(1, self._size):
@@ -148,26 +159,28 @@ class Link:
         before
     """
 
-    def __init__(self, rank, address, receive, gone):
+    def __init__(
+        self, rank: int, address: str, receive: Callable[[Any], None], gone: Callable[[], None]
+    ) -> None:
         self._rank, self._receive, self._gone = rank, receive, gone
         host, port, *self._tokens = address.split()
         self._address = host, int(port)
         self._is_here = _address_toward(host) == host
         self._has_ended = False
-        self._writer = None
+        self._writer: StreamWriter | None = None
         self._task = asyncio.ensure_future(self._run())
 
-    def send(self, message):
+    def send(self, message: Any) -> None:
         if self._writer:
             _send(self._writer, _line(message))
 
-    def renew(self):
+    def renew(self) -> None:
         """Connects again: a new connection is faster than an old one when a link is back."""
         if self._writer:
             _replace(self._writer)
             self._writer = None
 
-    async def _run(self):
+    async def _run(self) -> None:
         while True:
             try:
                 await self._follow(*await asyncio.wait_for(self._connect(), durations.ATTEMPT))
@@ -178,7 +191,7 @@ class Link:
             except _ENDS:
                 await asyncio.sleep(durations.BETWEEN_ATTEMPTS)
 
-    async def _connect(self):
+    async def _connect(self) -> tuple[StreamReader, StreamWriter]:
         reader, writer = await asyncio.open_connection(*self._address, limit=_LONGEST)
         try:
             _send(writer, _line([_VERSION, self._tokens[0], self._rank]))
@@ -188,7 +201,7 @@ class Link:
             _replace(writer)
             raise
 
-    async def _follow(self, reader, writer):
+    async def _follow(self, reader: StreamReader, writer: StreamWriter) -> None:
         self._writer, heard = writer, _now()
         try:
             while True:
@@ -202,23 +215,23 @@ class Link:
             writer.close()
 
 
-def _now():
+def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _is_here(writer):
+def _is_here(writer: StreamWriter) -> bool:
     """Whether the other end of the connection is on this machine."""
     ends = [writer.get_extra_info(name) for name in ("peername", "sockname")]
     return None not in ends and ends[0][0] == ends[1][0]
 
 
-def _replace(writer):
+def _replace(writer: StreamWriter) -> None:
     """Ends a connection for another one."""
     _send(writer, _line(_GOODBYE))
     writer.transport.abort()
 
 
-def _own_host():
+def _own_host() -> str:
     """Where other processes reach this one. MXNet's KVStore listens at ``DMLC_NODE_HOST`` too."""
     get = os.environ.get
     return (
@@ -228,7 +241,7 @@ def _own_host():
     )
 
 
-def _address_toward(host):
+def _address_toward(host: str | None) -> str | None:
     """The address from which this machine would send to the host. It sends nothing."""
     if not host:
         return None

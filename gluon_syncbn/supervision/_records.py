@@ -1,7 +1,9 @@
 """What a process says of itself, and how messages describe it."""
 
+from __future__ import annotations
+
 import itertools
-import typing
+from typing import Any, Collection, Mapping, NamedTuple, Sequence
 
 from ..durations import duration
 from ..native.waits import Place
@@ -14,7 +16,7 @@ GONE = "process ended"
 SILENT = "no answer: stopped, or its machine is unreachable"
 
 
-class Exchange(typing.NamedTuple):
+class Exchange(NamedTuple):
     """An exchange in flight.
 
     name : equal in all processes
@@ -33,11 +35,11 @@ class Exchange(typing.NamedTuple):
     in_memory: bool = False
 
     @property
-    def members(self):
+    def members(self) -> range:
         return range(self.first, self.end)
 
 
-class Report(typing.NamedTuple):
+class Report(NamedTuple):
     """What a process says of itself.
 
     exchanges : those in flight, oldest first
@@ -47,14 +49,14 @@ class Report(typing.NamedTuple):
     status : (FAILED, the error) or (FINISHED, ""), or None
     """
 
-    exchanges: typing.Sequence[Exchange] = ()
-    reached: typing.Mapping[str, bool] = {}
-    last: typing.Optional[str] = None
-    place: typing.Optional[Place] = None
-    status: typing.Optional[tuple] = None
+    exchanges: Sequence[Exchange] = ()
+    reached: Mapping[str, bool] = {}
+    last: str | None = None
+    place: Place | None = None
+    status: tuple[str, str] | None = None
 
     @classmethod
-    def from_json(cls, fields):
+    def from_json(cls, fields: Sequence[Any]) -> Report:
         exchanges, reached, last, place, status = fields
         return cls(
             [Exchange(*each) for each in exchanges],
@@ -65,10 +67,10 @@ class Report(typing.NamedTuple):
         )
 
 
-def reasons(found):
+def reasons(found: Mapping[int, tuple[str, float | None]]) -> str:
     """Such as "ranks 1, 5-9 (process ended), rank 2 (waiting in x for 3 s)", of {rank: (why it is
     missing, seconds or None)}; "none" if there is none."""
-    groups = {}
+    groups: dict[str, list[int]] = {}
     for rank in sorted(found):
         groups.setdefault(found[rank][0], []).append(rank)
     parts = []
@@ -79,11 +81,11 @@ def reasons(found):
     return ", ".join(parts) or "none"
 
 
-def ranks_text(ranks):
+def ranks_text(ranks: Collection[int]) -> str:
     """Such as "ranks 0, 2, 5-511"."""
-    parts = []
+    parts: list[str] = []
     # Within a run of consecutive ranks, rank minus position is constant.
-    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in run]
+    for _, pairs in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in pairs]
         parts += map(str, run) if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"

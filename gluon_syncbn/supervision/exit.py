@@ -1,11 +1,14 @@
 """Ends waits in the library at the end of the process, before a fork, and on Ctrl-C."""
 
+from __future__ import annotations
+
 import atexit
 import logging
 import os
 import signal
 import sys
 import threading
+from typing import Callable
 
 from .. import durations
 from ..native import failures, threads, waits
@@ -13,25 +16,25 @@ from ..native.callbacks import encoded, text_of
 from ..native.library import CLOSED, library
 
 _log = logging.getLogger("gluon_syncbn")
-_leaving = []
+_leaving: list[Callable[[str | None], None]] = []
 
 
-def abandon():
+def abandon() -> None:
     """Notes that something in MXNet waits in vain, so the process cannot exit as usual."""
     library.gluon_syncbn_abandon()
 
 
-def is_abandoned():
+def is_abandoned() -> bool:
     return library.gluon_syncbn_is_abandoned()
 
 
-def at_exit(leave):
+def at_exit(leave: Callable[[str | None], None]) -> None:
     """Calls leave(failure) when the process ends and all results are computed. failure: None, or
     the exception that ended the script, as text."""
     _leaving.append(leave)
 
 
-def _last_error():
+def _last_error() -> RuntimeError | None:
     """The end of the script counts as a wait. Returns the error of a step that nothing has waited
     for, after which the exit code is 1."""
     text = failures.unraised()
@@ -42,26 +45,26 @@ def _last_error():
     return RuntimeError(text)
 
 
-def _wait_and_log():
+def _wait_and_log() -> None:
     text = failures.wait_for_all()
     # A script may end before its last step does.
     if text and CLOSED not in text and not failures.failure():
         _log.warning("An error of MXNet that no operation had waited for: %s", text)
 
 
-def _before_fork():
+def _before_fork() -> None:
     # MXNet ends its threads for a fork, in no better order than at exit. Python only prints what is
     # raised here.
     failures.wait_unheard("before a fork")
 
 
-def _after_fork():
+def _after_fork() -> None:
     failures.after_fork()
     # The parent calls them.
     _leaving.clear()
 
 
-def _error_of_script():
+def _error_of_script() -> BaseException | None:
     """The exception that ended the script, or None. sys.last_value may also be one that it has
     survived, in a prompt or a test runner, whose traceback begins where it was caught."""
     # The launcher's runner ends the process while it handles the error.
@@ -73,7 +76,7 @@ def _error_of_script():
     return error
 
 
-def _at_exit():
+def _at_exit() -> None:
     last_step = None
     try:
         failure = _error_of_script()
@@ -110,7 +113,7 @@ def _at_exit():
     library.gluon_syncbn_release()
 
 
-def _exit_code(failure):
+def _exit_code(failure: BaseException | None) -> int:
     """The exit code of a script that `failure` ended, or whose normal exit was abandoned."""
     if isinstance(failure, KeyboardInterrupt):
         return 128 + signal.SIGINT
@@ -120,7 +123,7 @@ def _exit_code(failure):
     return 1
 
 
-def _let_the_last_step_end():
+def _let_the_last_step_end() -> threading.Event | None:
     """Waits for the last step, which other processes may need, unless a call waits here for a
     device that never arrives. Returns an Event that is set at its end, or None."""
     try:
@@ -134,7 +137,7 @@ def _let_the_last_step_end():
     return end
 
 
-def install():
+def install() -> None:
     """Installs the hooks. The operator is registered by then."""
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     # Registered later, called earlier: before MXNet's own hook.

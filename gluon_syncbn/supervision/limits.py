@@ -1,8 +1,11 @@
 """Limits calls of MXNet and Horovod that may wait for other processes for ever, first those with
 which a process joins its job."""
 
+from __future__ import annotations
+
 import functools
 import threading
+from typing import Any, Callable
 
 import mxnet as mx
 
@@ -13,12 +16,13 @@ from ..native.waits import Clock, bounded
 from . import exit
 
 
-def call_within(limit, function, otherwise):
+def call_within(limit: float, function: Callable[[], Any], otherwise: str) -> Any:
     """The result of a function of MXNet that may never return. Raises RuntimeError(otherwise)
     after so many seconds; in its text, {} is the time. A process that is stopped does not wait."""
-    results, failures = [], []
+    results: list[Any] = []
+    failures: list[Exception] = []
 
-    def call():
+    def call() -> None:
         bounded.add(threading.get_ident())
         try:
             results.append(function())
@@ -43,16 +47,16 @@ def call_within(limit, function, otherwise):
 
 
 # The distributed stores of this process, while a KVStoreReducer uses them.
-stores = set()
+stores: set[mx.kv.KVStore] = set()
 _MISSING = "missing, stopped, or starts later than GLUON_SYNCBN_TIMEOUT allows."
 
 
-def creating(create):
+def creating(create: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``mx.kv.create``, which waits for all processes of the job: sets a limit, and refuses a
     second distributed store."""
 
     @functools.wraps(create)
-    def create_or_refuse(name="local"):
+    def create_or_refuse(name: Any = "local") -> Any:
         distributed = isinstance(name, str) and "dist" in name.lower()
         # Third parties may have registered stores of their own.
         if not distributed or name.lower() in mx.kv.KVStoreBase.kv_registry:
@@ -73,11 +77,11 @@ def creating(create):
     return create_or_refuse
 
 
-def initializing(init):
+def initializing(init: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``HorovodBasics.init``, which waits for all processes of the job: sets a limit."""
 
     @functools.wraps(init)
-    def init_within(*args, **kwargs):
+    def init_within(*args: Any, **kwargs: Any) -> Any:
         return call_within(
             seconds(None),
             lambda: init(*args, **kwargs),

@@ -3,10 +3,13 @@
 Like the judge, it decides, and the watcher acts.
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import operator
 import time
+from typing import Callable, Iterator, Sequence
 
 from .. import durations, native
 from ..durations import duration
@@ -28,22 +31,31 @@ class Member:
     """
 
     # Why no exchange can succeed any more.
-    lost = None
+    lost: str | None = None
     # Exchanges that the judge asks about.
-    asked = ()
+    asked: Sequence[str] = ()
 
-    def __init__(self, timeout, in_flight, about):
+    def __init__(
+        self,
+        timeout: float,
+        in_flight: Callable[[], tuple[list[native.InFlight], list[native.InFlight]]],
+        about: Callable[[str], tuple[int, int, bool]],
+    ) -> None:
         self._in_flight, self._about = in_flight, about
         # The timeouts of the store and of groups, and those of calls that are waiting.
-        self._timeouts, self._of_calls = {timeout}, []
+        self._timeouts = {timeout}
+        self._of_calls: list[float] = []
         # Exchanges whose routes are being opened, and those that were opened last.
-        self._opening, self._opened = {}, collections.deque(maxlen=_REMEMBERED)
+        self._opening: dict[str, native.InFlight] = {}
+        self._opened: collections.deque[native.InFlight] = collections.deque(maxlen=_REMEMBERED)
         # {exchange in flight: when it was first seen}
-        self._seen = {}
-        self._status = None
-        self._waits, self._place = waits.Waits(), None
+        self._seen: dict[str, float] = {}
+        self._status: tuple[str, str] | None = None
+        self._waits = waits.Waits()
+        self._place: waits.Place | None = None
         # The last exchange that was completed, and how many operations of stores, when looked at.
-        self._completed, self._looked = ([], 0), 0.0
+        self._completed: tuple[list[native.InFlight], int] = [], 0
+        self._looked = 0.0
         # When rank 0 was heard of, and the longest timeout since then.
         self._heard, self._patience = 0.0, 0.0
         # How many of Python's waits had failed before `lost`, and when it began.
@@ -52,20 +64,20 @@ class Member:
     # For the store, on any thread.
 
     @property
-    def timeout(self):
+    def timeout(self) -> float:
         """The longest of the store and of groups."""
         return max(self._timeouts)
 
     @property
-    def timeouts(self):
+    def timeouts(self) -> list[float]:
         return [*self._timeouts, *self._of_calls]
 
-    def note_timeout(self, timeout):
+    def note_timeout(self, timeout: float) -> None:
         """Notes the timeout of a group, which holds to the end of the job."""
         self._timeouts.add(timeout)
 
     @contextlib.contextmanager
-    def waits(self, timeout):
+    def waits(self, timeout: float) -> Iterator[None]:
         """Notes a timeout that holds while a call waits."""
         self._of_calls.append(timeout)
         try:
@@ -74,7 +86,7 @@ class Member:
             self._of_calls.remove(timeout)
 
     @contextlib.contextmanager
-    def arrives(self, title, key, timeout):
+    def arrives(self, title: str, key: str, timeout: float) -> Iterator[None]:
         """Notes that this process is at an exchange, whose route is being opened."""
         self._opening[key] = exchange = native.InFlight(title, key, 1, timeout, time.monotonic())
         try:
@@ -83,18 +95,18 @@ class Member:
         finally:
             del self._opening[key]
 
-    def check(self, title):
+    def check(self, title: str) -> None:
         """Raises RuntimeError if no exchange can succeed any more."""
         if self.lost:
             raise RuntimeError(
                 self.lost if self.lost.startswith(title) else f"{title}: {self.lost}"
             )
 
-    def end(self, kind, text=""):
+    def end(self, kind: str, text: str = "") -> None:
         """The script has ended, or failed. The first status stays."""
         self._status = self._status or (kind, text[:_LONGEST_STATUS])
 
-    def lose(self, text):
+    def lose(self, text: str) -> None:
         """No exchange can succeed any more. The first text stays."""
         if not self.lost:
             # Where a step has failed in this process, its error may have been raised already.
@@ -106,7 +118,7 @@ class Member:
 
     # For the watcher.
 
-    def look(self, now, may_wait=True):
+    def look(self, now: float, may_wait: bool = True) -> Report:
         """Looks at exchanges and waits, and returns a `Report`. may_wait: whether others may be
         waited for."""
         in_flight, completed = self._exchanges()
@@ -136,20 +148,20 @@ class Member:
             self._status,
         )
 
-    def hear(self, now):
+    def hear(self, now: float) -> None:
         """Rank 0 has been heard of."""
         self._heard, self._patience = now, 0.0
 
-    def needs_new_connection(self, now):
+    def needs_new_connection(self, now: float) -> bool:
         """Whether rank 0 has been silent for so long that its connection may be broken."""
         share = durations.WARN_AFTER * max(self.timeouts)
         return now - self._heard > max(durations.SILENCE, share)
 
-    def gives_up(self, now):
+    def gives_up(self, now: float) -> bool:
         """Whether rank 0 has been silent for longer than the timeout."""
         return now - self._heard > self._patience
 
-    def why_it_ends(self, now):
+    def why_it_ends(self, now: float) -> str | None:
         """Why this process ends, whatever its threads are doing, or None. A script that has caught
         the error, or does not wait, may first save what it has."""
         if not self.lost:
@@ -170,7 +182,7 @@ class Member:
             )
         return None
 
-    def _exchanges(self):
+    def _exchanges(self) -> tuple[list[native.InFlight], list[native.InFlight]]:
         """Those in flight, and the last completed ones, oldest first."""
         in_flight, completed = self._in_flight()
         return (
