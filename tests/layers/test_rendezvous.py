@@ -225,7 +225,7 @@ def test_moving_to_other_contexts():
     net = prepared("static_alloc")
     for count in (1, 3, 2):
         net.collect_params().reset_ctx(contexts(count))
-        assert native.layer._layers[net[1]._layer.id].devices == tuple(map(str, contexts(count)))
+        assert native._layer._layers[net[1]._layer.id].devices == tuple(map(str, contexts(count)))
         check_recovers(net, count)
 
 
