@@ -108,7 +108,7 @@ class KVStoreReducer(Reducer):
                 "script: its process is gone, or stopped.",
             )
 
-    def _leave(self, failure: BaseException | None) -> None:
+    def _leave(self, failure: str | None) -> None:
         super()._leave(failure)
         prepare_shutdown()
 

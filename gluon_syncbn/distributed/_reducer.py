@@ -205,7 +205,7 @@ class Reducer(Store):
         for route in list(self.routes.values()):
             route.close(text)
 
-    def _leave(self, failure: BaseException | None) -> None:
+    def _leave(self, failure: str | None) -> None:
         self.watcher.leave(failure, self._shut_down)
 
     def _shut_down(self, timeout: float) -> None:
