@@ -1,4 +1,4 @@
-"""Every duration with which a process waits for others, in seconds, and every share of one.
+"""Python's durations of waits for others, in seconds, and shares of them.
 
 A timeout belongs to a store, a group or a call: ``timeout``, or ``GLUON_SYNCBN_TIMEOUT``. While a
 process is stopped its time stands still: see `waits.Clock`.

@@ -10,7 +10,7 @@ from mxnet.gluon import Block, HybridBlock
 from ..graph.blocks import clear_caches, walk
 from ..graph.fusion import fuse, is_fusing, start_fusing, stop_fusing
 from ..graph.symbol_block import SyncGraph
-from ..graph.symbols import ExportError, Graph
+from ..graph.symbols import Graph
 from ..graph.trace import last_line, parameters_of, trace
 from ..layers.batch_norm import SyncBatchNorm
 from ._report import Entry
@@ -48,8 +48,8 @@ def _what_fuses(found: Sequence[tuple[str, Block]]) -> tuple[list[Entry], list[E
             continue
         try:
             symbol, _ = trace(block, [None] * _count_inputs(block), parameters_of(block))
-        except ExportError as error:
-            cause = last_line(error.__cause__)
+        except Exception as error:  # The net's code may raise anything.
+            cause = last_line(error.__cause__ or error)
             why = f"it cannot be traced ({cause}): what follows is of the blocks in it."
             left.append(Entry(path or "the net itself", why=why))
             continue

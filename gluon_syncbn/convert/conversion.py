@@ -78,7 +78,7 @@ def convert_sync_batchnorm(
         Subclasses of ``nn.BatchNorm`` to replace even though they have their own code, which is
         then no longer called.
     return_report : bool, default False
-        Whether to return a :class:`~gluon_syncbn.convert._report.Report` too.
+        Whether to return a :class:`~gluon_syncbn.convert.Report` too.
     fuse : bool, default False
         Whether to fuse the relu, leaky relu or addition that follows a normalization into it, and
         with an addition also the activation after it. That saves passes over the data and the
@@ -225,7 +225,7 @@ def revert_sync_batchnorm(net: Block | mx.sym.Symbol, return_report: bool = Fals
     net : Block or Symbol
         A Block is changed in place.
     return_report : bool, default False
-        Whether to return a :class:`~gluon_syncbn.convert._report.Report` too. Its `refused`
+        Whether to return a :class:`~gluon_syncbn.convert.Report` too. Its `refused`
         are subclasses of :class:`SyncBatchNorm` with their own code, and layers with
         ``momentum=None`` or ``activation="leaky_relu"``.
 

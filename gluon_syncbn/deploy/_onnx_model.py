@@ -123,7 +123,7 @@ def to_onnx(graph, arrays, shapes, dtype, any_batch):
 
 def compare(model, symbol, run, values, arrays, shapes, dtype, any_batch):
     """The largest relative error of ONNX Runtime's outputs against a net's on random inputs, with
-    any_batch also of two samples more. Raises ExportError if it is above TOLERANCE.
+    any_batch also of two samples more. Raises ExportError if it is above `tolerance`.
 
     run(values, inputs): the net's outputs for {name: NDArray} and {name: NumPy array}.
     """
@@ -145,7 +145,7 @@ def _compare(model, symbol, run, values, arrays, shapes, dtype):
     _, runtime, _ = load_onnx()
     own, own_dtype = rounded(values, arrays)
     try:
-        inputs, expected = outputs_of_net(run, symbol, own, own_dtype, shapes)
+        inputs, expected = outputs_of_net(run, symbol, own, own_dtype, shapes, dtype)
     except ExportError as why:
         raise ExportError(
             f"The ONNX model cannot be compared with the net, as {why}: export without onnx=."

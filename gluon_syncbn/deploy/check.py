@@ -42,13 +42,16 @@ def tolerance(arrays):
     return max((TOLERANCE[name] for name in names & TOLERANCE.keys()), default=1e-4)
 
 
-def outputs_of_net(run, symbol, values, dtype, shapes):
-    """(random inputs, the net's outputs for them). Raises ExportError, whose text is the reason, if
-    they cannot be compared with others."""
+def outputs_of_net(run, symbol, values, dtype, shapes, of_file=None):
+    """(random inputs, the net's outputs for them). of_file: the dtype of a file's inputs, to which
+    they are rounded. Raises ExportError, whose text is the reason, if they cannot be compared."""
     if any(map(is_random, Graph(symbol).all_nodes())):
         raise ExportError("it draws random numbers in inference")
     rng = np.random.default_rng(0)
-    inputs = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    inputs = {
+        name: rng.standard_normal(shape).astype(of_file or dtype).astype(dtype)
+        for name, shape in shapes.items()
+    }
     try:
         outputs = run(values, inputs)
     except Exception as error:  # The net's code may raise anything.

@@ -76,6 +76,8 @@ class HorovodReducer(Reducer):
             # Only once.
             if hasattr(functions, name) and not hasattr(getattr(functions, name), "__wrapped__"):
                 setattr(functions, name, _noting(getattr(functions, name)))
+        # {size of a group: id of this process's Horovod process set, or None if there is none}
+        self._sets: dict[int, int | None] = {}
         try:
             self._meet(timeout)
         except BaseException:
@@ -93,9 +95,36 @@ class HorovodReducer(Reducer):
             "Horovod's shutdown has not returned for {} at the end of the script.",
         )
 
+    def _split(self, size: int) -> bool:
+        if size not in self._sets:
+            call_within(
+                seconds(None),
+                lambda: self._make_sets(size),
+                f"Horovod, rank {self.rank}, has waited {{}} for all processes to "
+                f"make groups of {size}: make the same groups and layers in every process.",
+            )
+        return self._sets[size] is not None
+
+    def _make_sets(self, size: int) -> None:
+        self._sets[size] = None
+        for first in range(0, self.size, size):
+            ranks = range(first, first + size)
+            try:
+                made = self._hvd.add_process_set(self._hvd.ProcessSet(ranks))
+            except ValueError:
+                # In all processes: Horovod runs without dynamic process sets, or the user has made
+                # the same set.
+                return
+            if self.rank in ranks:
+                number = made.process_set_id
+        self._sets[size] = number
+
     def _open_through_store(
-        self, key: str, size: int, check: Callable[[], None], sums: bool
+        self, key: str, size: int, processes: int, check: Callable[[], None], sums: bool
     ) -> native.Route:
-        sums = sums and self.size >= _FEWEST_FOR_SUMS
+        sums = sums and processes >= _FEWEST_FOR_SUMS
+        process_set = 0 if processes == self.size else self._sets[processes]
         # Calls what ``hvd.allgather`` and ``hvd.allreduce`` call, as these wait without a limit.
-        return self._connection.horovod_route(key, size, self.size, self._hvd.mpi_ops, sums)
+        return self._connection.horovod_route(
+            key, size, processes, process_set, self._hvd.mpi_ops, sums
+        )

@@ -96,6 +96,7 @@ class KVStoreReducer(Reducer):
                 )
             self._meet(timeout)
         except BaseException:
+            _restore_functions(kvstore)
             self.watcher.close()
             raise
 
@@ -113,7 +114,7 @@ class KVStoreReducer(Reducer):
         prepare_shutdown()
 
     def _open_through_store(
-        self, key: str, size: int, check: Callable[[], None], sums: bool
+        self, key: str, size: int, processes: int, check: Callable[[], None], sums: bool
     ) -> native.Route:
         # MXNet has no empty arrays.
         slots = mx.nd.zeros((self.size, native.THIRDS, max(size, 1)))
@@ -227,6 +228,12 @@ def _replace_functions(kvstore: mx.kv.KVStore, reducer: KVStoreReducer) -> None:
     replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
     vars(kvstore).update(replaced)
     limits.stores.add(kvstore)
+
+
+def _restore_functions(kvstore: mx.kv.KVStore) -> None:
+    for name in (*OF_KEYS, "_barrier", "set_optimizer", "set_gradient_compression"):
+        vars(kvstore).pop(name, None)
+    limits.stores.discard(kvstore)
 
 
 def _locked(name: str, function: Callable[..., Any], reducer: KVStoreReducer) -> Callable[..., Any]:

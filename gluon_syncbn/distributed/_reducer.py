@@ -171,7 +171,11 @@ class Reducer(Store):
 
     def split(self, size: int) -> bool:
         groups = (range(first, first + size) for first in range(0, self.size, size))
-        return all(map(self._memory.joins, groups))
+        return all(map(self._memory.joins, groups)) or self._split(size)
+
+    def _split(self, size: int) -> bool:
+        """`split` through the store."""
+        return False
 
     def fail(self, text: str) -> None:
         self.watcher.fail(text)
@@ -192,13 +196,13 @@ class Reducer(Store):
             return self._memory.route(self._connection, text, size, ranks, sums)
         with self.member.arrives(title, text, timeout), mx.autograd.pause():
             check = functools.partial(self.member.check, title)
-            return self._open_through_store(text, size, check, sums)
+            return self._open_through_store(text, size, len(ranks), check, sums)
 
     def _open_through_store(
-        self, key: str, size: int, check: Callable[[], None], sums: bool
+        self, key: str, size: int, processes: int, check: Callable[[], None], sums: bool
     ) -> native.Route:
-        """The route of a new key, once all processes know that it is used. check() raises if the
-        wait for them is of no use."""
+        """The route of a new key, once all processes know that it is used. processes: how many
+        exchange it. check() raises if the wait for them is of no use."""
         raise NotImplementedError
 
     def _close_routes(self, text: str) -> None:

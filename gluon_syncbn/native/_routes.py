@@ -129,10 +129,16 @@ class Connection:
         return Route(handle, len(slots), slots, sums)
 
     def horovod_route(
-        self, key: str, size: int, processes: int, operations: Any, sums: bool = False
+        self,
+        key: str,
+        size: int,
+        processes: int,
+        process_set: int,
+        operations: Any,
+        sums: bool = False,
     ) -> Route:
-        """A `Route` through Horovod. operations: ``hvd.mpi_ops``. sums: whether Horovod is to add
-        up what the processes send."""
+        """A `Route` through Horovod. process_set: the id of the process set. operations:
+        ``hvd.mpi_ops``. sums: whether Horovod is to add up what the processes send."""
         functions = operations.MPI_MXNET_LIB_CTYPES
         mine = mxnet.nd.empty((1 + size,), dtype=numpy.float64)
         everyone = mxnet.nd.empty((processes * (1 + size),), dtype=numpy.float64)
@@ -144,6 +150,7 @@ class Connection:
             encoded(key),
             HOROVOD_BITS,
             allgather=functions["horovod_mxnet_allgather_async"],
+            process_set=process_set,
             ranks=processes,
             size=size,
             input=mine.handle,

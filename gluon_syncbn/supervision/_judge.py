@@ -66,7 +66,7 @@ class Judge:
         # Exchanges for which some have waited. Reports say who has reached them.
         self.asked: list[str] = []
         # Of waits that still last, or others that began meanwhile.
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_end = False
 
     def begin(self, now: float) -> None:
         """All processes know each other, and report from now on."""
@@ -105,13 +105,16 @@ class Judge:
         lost = [rank for rank in range(len(self._processes)) if self._is_lost(rank, now)]
         if lost:
             return self._decide(VERDICT, self._lost_text(lost, now))
-        judged = self._judge_exchanges(now), self._judge_places(now), self._judge_end(now)
-        found = [decision for decision in judged if decision]
-        for decision in found:
+        waits = [each for each in (self._judge_exchanges(now), self._judge_places(now)) if each]
+        end = self._judge_end(now)
+        for decision in (*waits, *([end] if end else ())):
             if decision.kind == VERDICT:
                 return self._decide(*decision)
-        has_warned, self._has_warned = self._has_warned, bool(found)
-        return [] if has_warned else found[:1]
+        # One warning of waits that last, and one while scripts wait for the end of others.
+        found = [] if self._has_warned else waits[:1]
+        found += [end] if end and not self._has_warned_of_end else []
+        self._has_warned, self._has_warned_of_end = bool(waits), bool(end)
+        return found
 
     def _decide(self, kind: str, text: str = "") -> list[Decision]:
         self.decided, self.asked = Decision(kind, text[:_LONGEST]), []

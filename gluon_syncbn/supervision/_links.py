@@ -17,6 +17,8 @@ from .. import durations
 _VERSION = 1
 # Bytes of a message, and those that may wait for a process that does not read.
 _LONGEST, _MOST_UNSENT = 1 << 17, 1 << 19
+# Connections that have not shown their token yet, beside those of the processes.
+_MOST_STRANGERS = 256
 _BACKLOG = 4096
 # What ends a connection: an EOFError if the other process has closed it, as all do that end; an
 # OSError may be the network, or the end of a process that has not read all, which on one machine it
@@ -79,6 +81,7 @@ class Hub:
         # A process shows the first and is shown the second, so each side knows the other.
         self._tokens = [secrets.token_hex(7) for _ in range(2)]
         self._writers: dict[int, StreamWriter] = {}
+        self._strangers = 0
 
     async def listen(self) -> str:
         """Returns "IP port token token", by which `Link` finds it. Raises OSError."""
@@ -142,8 +145,14 @@ class Hub:
                     self._disconnected(rank)
 
     async def _admit(self, reader: StreamReader) -> int:
-        first = _first_message(reader, self._tokens[0])
-        rank = await asyncio.wait_for(first, durations.GREETING)
+        if self._strangers >= _MOST_STRANGERS + self._size:
+            raise ConnectionRefusedError
+        self._strangers += 1
+        try:
+            first = _first_message(reader, self._tokens[0])
+            rank = await asyncio.wait_for(first, durations.GREETING)
+        finally:
+            self._strangers -= 1
         if rank not in range(1, self._size):
             raise ValueError("a stranger's rank")
         return rank

@@ -68,6 +68,7 @@ def sizes_of_groups(world):
     world.report("moving", moving(world))
     joins = world.reducer._memory.joins
     world.report("memory", [joins(ranks) for ranks in ((0, 1), (2, 3), range(world.size))])
+    world.report("sets", list(getattr(world.reducer, "_sets", {}).items()))
 
 
 def moving(world):

@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from distributed_bits import Share
-from distributed_cluster import FOUR, TwoMachines, has_namespaces, needs_horovod, run
+from distributed_cluster import FOUR, STORE, TwoMachines, has_namespaces, needs_horovod, run
 from gluon_syncbn.distributed import HorovodReducer, KVStoreReducer, Reducer
 from tolerances import assert_same_bits
 
@@ -214,6 +214,18 @@ def test_two_machines_of_two_processes(tmp_path, whole, engine):
     check_bits(job, whole, devices=2)
     check_groups(job)
     assert job.reported("memory") == [[True, True, False]] * 4
+
+
+@pytest.mark.long
+@needs_horovod
+def test_groups_are_process_sets_of_horovod(tmp_path):
+    topics = ["distributed_groups:sizes_of_groups"]
+    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **STORE}
+    cluster = run(tmp_path, 4, topics, engine="horovod", **dynamic)
+    check_groups(cluster)
+    for rank, sets in enumerate(cluster.reported("sets")):
+        # Beside the set of all, which is 0.
+        assert sets == [[2, 1 + rank // 2]]
 
 
 # What is no store.

@@ -1,6 +1,8 @@
 // What Python calls for routes to other processes, and for its own waits. Errors become texts here,
 // as no exception may leave a C function.
+#include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <locale>
 #include <memory>
 #include <sstream>
@@ -47,14 +49,17 @@ SBN_API(void, gluon_syncbn_unlock_calls, (ConnectionPtr* connection)) {
 }
 
 // The entries of InFlightExchanges, each of which ends with ASCII's record separator. Its unit
-// separator is between their fields, of which the last is the user's text.
+// separator is between their fields, of which the last is the user's text, without the former.
 SBN_API(const char*, gluon_syncbn_in_flight, (ConnectionPtr* connection)) {
   std::ostringstream text;
   text.imbue(std::locale::classic());
   text.precision(17);
   for (const auto& entry : (*connection)->in_flight.entries()) {
     text << entry.open << '\x1f' << entry.key << '\x1f' << entry.number << '\x1f'
-         << entry.timeout_seconds << '\x1f' << entry.since << '\x1f' << entry.title << '\x1e';
+         << entry.timeout_seconds << '\x1f' << entry.since << '\x1f';
+    std::replace_copy(entry.title.begin(), entry.title.end(), std::ostream_iterator<char>(text),
+                      '\x1e', ' ');
+    text << '\x1e';
   }
   text_for_python = text.str();
   return text_for_python.c_str();
@@ -81,10 +86,10 @@ SBN_API(RoutePtr*, gluon_syncbn_kvstore_route,
 // The same through Horovod: see HorovodArrays and, if Horovod `adds`, HorovodSums.
 SBN_API(RoutePtr*, gluon_syncbn_horovod_route,
         (ConnectionPtr* connection, const char* key, int exact_bits, AllGather* allgather,
-         int ranks, int64_t size, void* input, double* values, void* output,
+         int process_set, int ranks, int64_t size, void* input, double* values, void* output,
          int adds, AllReduce* allreduce, int operation, void* sums_input, void* sums_output,
          double* packed, double* added)) {
-  const HorovodArrays arrays{allgather, ranks, size, input, values, output};
+  const HorovodArrays arrays{allgather, process_set, ranks, size, input, values, output};
   const HorovodSums sums{allreduce, operation, sums_input, sums_output, packed, added};
   return new_route(connection, key, size, ranks,
                    horovod_transports(key, arrays, adds ? &sums : nullptr, exact_bits));

@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kThreads) finish_forward(ForwardFinish task, A
                                           static_cast<const A*>(task.variance)[i], task.epsilon);
   }
   const SavedStatistics& saved = task.saved;
+#pragma unroll 1  // There is mostly one.
   for (int64_t k = i; k < saved.size; k += size) {
     if (saved.mean) store_parameter(saved.mean + k, kept.statistics[i].mean, saved.add_mean);
     if (saved.inv_std) {

@@ -34,7 +34,7 @@ const double* add_ranks(const ProcessCall& call, size_t size, std::vector<double
 
 }  // namespace
 
-void LayerMessages::all_reduce(const ProcessCall& call, const Open& open,
+void LayerMessages::all_reduce(const ProcessCall& call, const Open& open, const Warn& warn,
                                std::vector<ChannelSums>* sums, double* count) {
   const size_t size = kCallSize + kSumsSize * sums->size();
   const auto* const own = reinterpret_cast<const double*>(sums->data());
@@ -49,7 +49,7 @@ void LayerMessages::all_reduce(const ProcessCall& call, const Open& open,
   // Forward calls need no reordering: all write the running statistics, so MXNet runs them in
   // order.
   if (call.is_backward) {
-    send_backward(call, open, channels, &message);
+    send_backward(call, open, warn, channels, &message);
   } else {
     send(call, open, channels, &message);
   }
@@ -100,8 +100,8 @@ void LayerMessages::resume() {
   ended_.clear();
 }
 
-void LayerMessages::send_backward(const ProcessCall& call, const Open& open, int64_t channels,
-                                  std::vector<double>* message) {
+void LayerMessages::send_backward(const ProcessCall& call, const Open& open, const Warn& warn,
+                                  int64_t channels, std::vector<double>* message) {
   const size_t size = message->size();
   std::unique_lock<std::mutex> lock(mutex_);
   send_round(&lock, call, open, channels, message);
@@ -113,6 +113,7 @@ void LayerMessages::send_backward(const ProcessCall& call, const Open& open, int
     return !ended_.empty() ||
            rounds_[call.node].take(static_cast<double>(call.sequence), processes, message);
   };
+  bool warned = false;
   while (!is_complete()) {
     const Waited waited =
         wait_until(&lock, &received_, patience.slice(kSlice).count(), interruption, is_complete);
@@ -123,15 +124,21 @@ void LayerMessages::send_backward(const ProcessCall& call, const Open& open, int
       send_round(&lock, call, open, channels, &nothing);
     }
     const bool interrupted = waited == Waited::kInterrupted;
-    if (!interrupted && !patience.is_over()) continue;
+    if (!interrupted && (warned || !patience.is_long()) && !patience.is_over()) continue;
     const std::string text = call.title + ": waited " + seconds_text(patience.waited()) +
                              " for all of " + std::to_string(processes) +
                              " processes to go backward through this call. Arrived: ranks " +
                              arrived(call) + "; the others went through other calls of the layer. ";
-    throw std::runtime_error(
-        text + (interrupted
-                    ? "Interrupted."
-                    : "Call backward for the same calls, in the same order, in all of them."));
+    if (interrupted) throw std::runtime_error(text + "Interrupted.");
+    if (patience.is_over()) {
+      throw std::runtime_error(text +
+                               "Call backward for the same calls, in the same order, in all of "
+                               "them.");
+    }
+    warned = true;
+    lock.unlock();
+    warn(text + "After " + seconds_text(patience.timeout()) + " this is an error.");
+    lock.lock();
   }
   check_step(call);
 }

@@ -38,11 +38,12 @@ class LayerMessages {
   // Opens the route of the layer's calls of one direction and node, for messages of `size` values
   // on `channels` channels. Throws.
   using Open = std::function<RoutePtr(const ProcessCall&, int64_t channels, int64_t size)>;
+  using Warn = std::function<void(const std::string& text)>;
 
   // Replaces the sums and the count of this process with those of all. Throws std::runtime_error
   // with a text for the user.
-  void all_reduce(const ProcessCall& call, const Open& open, std::vector<ChannelSums>* sums,
-                  double* count);
+  void all_reduce(const ProcessCall& call, const Open& open, const Warn& warn,
+                  std::vector<ChannelSums>* sums, double* count);
   // The layer may use another store from now on: calls that begin later open new routes.
   void forget_routes();
   // The step has failed: calls that wait get this error. Until resume(), those that come too.
@@ -62,7 +63,7 @@ class LayerMessages {
             std::vector<double>* message);
   // `send` for a backward call, which gets the messages of this call. Where one waits for them and
   // no other call of this process sends a message, it sends nothing in the next round.
-  void send_backward(const ProcessCall& call, const Open& open, int64_t channels,
+  void send_backward(const ProcessCall& call, const Open& open, const Warn& warn, int64_t channels,
                      std::vector<double>* message);
   // `send` without the lock; keeps the messages if they are not of one call.
   void send_round(std::unique_lock<std::mutex>* lock, const ProcessCall& call, const Open& open,

@@ -18,7 +18,7 @@ namespace gluon_syncbn {
 namespace {
 
 // Arguments of Horovod's functions.
-constexpr int kPriority = 0, kOneArray = 1, kAllProcesses = 0;
+constexpr int kPriority = 0, kOneArray = 1;
 
 // See Transport.
 struct Codec {
@@ -143,14 +143,14 @@ Transports horovod_transports(const std::string& key, const HorovodArrays& array
       },
       [a = arrays, key](std::vector<double>* all) { return unpack_gathered(a, key, all); }};
   const auto gather = [a = arrays, name]() mutable {
-    return a.allgather(&a.input, &a.output, name.c_str(), kPriority, kAllProcesses, kOneArray);
+    return a.allgather(&a.input, &a.output, name.c_str(), kPriority, a.process_set, kOneArray);
   };
   Transports transports{in_engine(values, arrays.output, gather), nullptr, nullptr};
   if (sums) {
     transports.fixed_point = std::make_shared<FixedPoint>(arrays.size, arrays.ranks, exact_bits);
-    const auto add = [s = *sums, name = name + " sums"]() mutable {
+    const auto add = [s = *sums, name = name + " sums", set = arrays.process_set]() mutable {
       return s.allreduce(&s.input, &s.output, name.c_str(), s.operation, kPriority, 1.0, 1.0,
-                         kOneArray, kAllProcesses);
+                         kOneArray, set);
     };
     transports.sums =
         in_engine(adding(transports.fixed_point, sums->packed, sums->sums), sums->output, add);

@@ -46,6 +46,7 @@ using AllReduce = int(Handle* inputs, Handle* outputs, const char* name, int ope
 
 struct HorovodArrays {
   AllGather* allgather;
+  int process_set;
   int ranks;
   // The number of values of each process.
   int64_t size;

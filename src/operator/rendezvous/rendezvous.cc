@@ -218,7 +218,7 @@ void Rendezvous::add_other_processes(Layer* layer, const Layer::Key& key, bool i
   if (spans_processes) {
     record_.note(call);
     try {
-      layer->messages.all_reduce(call, observer_.open, &all->on_host, &all->count);
+      layer->messages.all_reduce(call, observer_.open, observer_.warn, &all->on_host, &all->count);
     } catch (const std::exception& failure) {
       throw Error(failure.what());
     }
