@@ -110,11 +110,14 @@ class Judge:
         for decision in (*waits, *([end] if end else ())):
             if decision.kind == VERDICT:
                 return self._decide(*decision)
-        # One warning of waits that last, and one while scripts wait for the end of others.
-        found = [] if self._has_warned else waits[:1]
-        found += [end] if end and not self._has_warned_of_end else []
-        self._has_warned, self._has_warned_of_end = bool(waits), bool(end)
-        return found
+        # One warning of waits that last, and one of scripts that wait for the end of others.
+        warning = None
+        if waits and not self._has_warned:
+            warning = waits[0]
+        elif end and not self._has_warned_of_end:
+            warning, self._has_warned_of_end = end, True
+        self._has_warned = bool(waits)
+        return [warning] if warning else []
 
     def _decide(self, kind: str, text: str = "") -> list[Decision]:
         self.decided, self.asked = Decision(kind, text[:_LONGEST]), []
