@@ -1,5 +1,5 @@
-// The loops of sums.inc, map.inc and rows.inc, compiled for several instruction sets, and the choice
-// among these at run time. For kernels.cc alone.
+// The loops of sums.inc, map.inc and rows.inc, compiled for several instruction sets, and the
+// choice among these at run time. For kernels.cc alone.
 #ifndef GLUON_SYNCBN_CPU_LOOPS_H_
 #define GLUON_SYNCBN_CPU_LOOPS_H_
 
@@ -116,9 +116,7 @@ struct Loops {
 };
 
 namespace baseline {
-#include "cpu/sums.inc"
-#include "cpu/map.inc"
-#include "cpu/rows.inc"
+#include "cpu/loops.inc"
 }  // namespace baseline
 
 #if defined(__x86_64__)
@@ -130,9 +128,7 @@ namespace baseline {
 #endif
 #define SBN_F16C
 namespace avx2 {
-#include "cpu/sums.inc"
-#include "cpu/map.inc"
-#include "cpu/rows.inc"
+#include "cpu/loops.inc"
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -145,9 +141,7 @@ namespace avx2 {
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 namespace avx512 {
-#include "cpu/sums.inc"
-#include "cpu/map.inc"
-#include "cpu/rows.inc"
+#include "cpu/loops.inc"
 }  // namespace avx512
 #if defined(__clang__)
 #pragma clang attribute pop
