@@ -128,7 +128,11 @@ def test_wheel_serves_every_python_version_and_holds_the_package_alone(checkout,
     version = version_of(checkout)
     assert re.fullmatch(rf"gluon_syncbn-{re.escape(version)}-py3-none-linux_\w+\.whl", wheel.name)
     packages = [checkout / "gluon_syncbn", checkout / "mxnet_compat", checkout / "mxnet_launch"]
-    modules = {str(path.relative_to(checkout)) for root in packages for path in root.rglob("*.py")}
+    sources = [
+        *(path for root in packages for path in root.rglob("*.py")),
+        packages[0] / "py.typed",
+    ]
+    modules = {str(path.relative_to(checkout)) for path in sources}
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
         (metadata,) = (name for name in files if name.endswith("/METADATA"))
