@@ -4,6 +4,7 @@ import chaos
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_random_faults(monkeypatch, capsys):
     # The machine has other tests to run, and may stand still for some seconds.

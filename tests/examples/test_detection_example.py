@@ -120,6 +120,7 @@ class TestTraining:
         arguments = [*SMALL, "--root", root]
         programs.check_two_processes(run, tmp_path / "run", *arguments, later=0.1)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("model", ["yolo3", "faster_rcnn"])
     def test_other_nets_on_augmented_images(self, voc, tmp_path, model):
         folder = tmp_path / "run"

@@ -79,6 +79,7 @@ runpy.run_path(sys.argv.pop(1))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["kvstore", pytest.param("horovod", marks=needs_horovod)])
 def test_training_goes_on_from_its_last_whole_checkpoint_when_workers_are_killed(tmp_path, engine):

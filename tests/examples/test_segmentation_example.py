@@ -60,6 +60,7 @@ class TestTraining:
         scores = [float(row["mean_iou"]) for row in rows if row["mean_iou"]]
         assert len(scores) == 2 and all(0 < score < 1 for score in scores)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM], [signal.SIGKILL]]
     )
@@ -111,6 +112,7 @@ class TestTraining:
         arguments = [*SMALL, "--steps", 4, "--no-export", "--output", tmp_path / "run"]
         programs.trained(*arguments, MXNET_CPU_TEMP_COPY="64")
 
+    @pytest.mark.slow
     def test_mixed_precision(self, tmp_path):
         """Loss scaling and what is saved of it: on the CPU no operator is left for float16."""
         code = f"""if True:
@@ -320,6 +322,7 @@ class TestPredict:
             example.predict.main(arguments.replace("RUN", str(run)).split())
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_compare(tmp_path):
     arguments = "--steps 3 --seeds 1 --val-images 8 --output".split()
