@@ -39,7 +39,7 @@ def evaluate(symbol, arrays, inputs):
 def tolerance(arrays):
     """The TOLERANCE of {name: NDArray}."""
     names = {np.dtype(array.dtype).name for array in arrays.values()}
-    return max((TOLERANCE[name] for name in names & TOLERANCE.keys()), default=1e-4)
+    return max((TOLERANCE[name] for name in names & TOLERANCE.keys()), default=TOLERANCE["float32"])
 
 
 def outputs_of_net(run, symbol, values, dtype, shapes, of_file=None):

@@ -78,7 +78,7 @@ class KVStoreReducer(Reducer):
         rank, size = kvstore.rank, kvstore.num_workers
         super().__init__(rank, size, timeout)
         self._kv = kvstore
-        _replace_functions(kvstore, self)
+        replaced = _replace_functions(kvstore, self)
         # {key: {rank: (its size, its number in the store)}}
         self._registered: dict[str, dict[int, tuple[int, int]]] = {}
         self._changed = threading.Condition()
@@ -96,7 +96,9 @@ class KVStoreReducer(Reducer):
                 )
             self._meet(timeout)
         except BaseException:
-            _restore_functions(kvstore)
+            for name in replaced:
+                delattr(kvstore, name)
+            limits.stores.discard(kvstore)
             self.watcher.close()
             raise
 
@@ -209,8 +211,8 @@ def _refusing(text: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _replace_functions(kvstore: mx.kv.KVStore, reducer: KVStoreReducer) -> None:
-    """Replaces functions of a store that has a KVStoreReducer:
+def _replace_functions(kvstore: mx.kv.KVStore, reducer: KVStoreReducer) -> list[str]:
+    """Replaces functions of a store that has a KVStoreReducer, and returns their names:
 
     - ``push``, ``pull`` and ``pushpull`` run one at a time: the store notes each new key in a table
       without a lock;
@@ -228,12 +230,7 @@ def _replace_functions(kvstore: mx.kv.KVStore, reducer: KVStoreReducer) -> None:
     replaced["set_gradient_compression"] = _refusing(_COMPRESSION)
     vars(kvstore).update(replaced)
     limits.stores.add(kvstore)
-
-
-def _restore_functions(kvstore: mx.kv.KVStore) -> None:
-    for name in (*OF_KEYS, "_barrier", "set_optimizer", "set_gradient_compression"):
-        vars(kvstore).pop(name, None)
-    limits.stores.discard(kvstore)
+    return list(replaced)
 
 
 def _locked(name: str, function: Callable[..., Any], reducer: KVStoreReducer) -> Callable[..., Any]:

@@ -90,10 +90,15 @@ class Connection:
         oldest first."""
         in_flight: list[InFlight] = []
         completed: list[InFlight] = []
-        for entry in decoded(_library.gluon_syncbn_in_flight(self._handle)).split("\x1e")[:-1]:
-            is_open, key, number, timeout, since, title = entry.split("\x1f", 5)
-            exchange = InFlight(title, key, int(number), float(timeout), float(since))
-            (in_flight if is_open == "1" else completed).append(exchange)
+        entries = _library.gluon_syncbn_in_flight(self._handle)
+        while entries:
+            head, _, entries = entries.partition(b"\n")
+            is_open, number, timeout, since, *sizes = head.split()
+            key, title = map(int, sizes)
+            texts = decoded(entries[key : key + title]), decoded(entries[:key])
+            entries = entries[key + title :]
+            exchange = InFlight(*texts, int(number), float(timeout), float(since))
+            (in_flight if is_open == b"1" else completed).append(exchange)
         return in_flight, completed
 
     def kvstore_route(

@@ -1,5 +1,5 @@
-"""Limits calls of MXNet and Horovod that may wait for other processes for ever, first those with
-which a process joins its job."""
+"""Gives a limit to calls of MXNet and Horovod that may wait for other processes indefinitely, such
+as those by which a process joins its job."""
 
 from __future__ import annotations
 

@@ -373,3 +373,18 @@ def test_calls_of_the_store_come_one_after_the_other(monkeypatch):
     assert store.most == 1
     with pytest.raises(ValueError, match="give the Trainer the store itself"):
         mx.kv.create("dist_sync")
+
+
+def test_a_store_whose_reducer_has_failed_is_as_before(monkeypatch):
+    def fails(self, timeout):
+        raise RuntimeError("nobody is there")
+
+    store = Calls()
+    before = dict(vars(store))
+    monkeypatch.setattr(limits, "stores", set())
+    with monkeypatch.context() as patch:
+        patch.setattr(KVStoreReducer, "_meet", fails)
+        with pytest.raises(RuntimeError, match="nobody is there"):
+            KVStoreReducer(store)
+    assert vars(store) == before and not limits.stores
+    KVStoreReducer(store)

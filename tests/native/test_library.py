@@ -4,8 +4,9 @@ import ctypes
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-from gluon_syncbn.native import _layer
+from gluon_syncbn.native import Connection, _layer
 from gluon_syncbn.native.library import _ctype, library
 
 OPERATOR = Path(__file__).resolve().parents[2] / "src/operator"
@@ -40,6 +41,21 @@ def test_unknown_types(unknown):
 def test_a_function_that_is_missing():
     with pytest.raises(AttributeError, match=r"gluon_syncbn_none.*Build it again: pip install"):
         library.gluon_syncbn_none()
+
+
+@pytest.mark.parametrize("text", ["a\nb", "1 2\x1e\x1f", "\U0001f600é", "b\udce9", " "])
+def test_texts_of_exchanges_come_as_they_are(text):
+    connection = Connection(all_reduce=lambda key, array: array)
+    route = connection.function_route(text, 2, 0, 1, 0)
+    for title in (text, "another"):
+        route.exchange(title, 5.0, np.zeros(2))
+    in_flight, completed = connection.in_flight()
+    spelt = text.replace("\udce9", r"\udce9")
+    assert [(each.title, each.key, each.number) for each in completed] == [
+        (spelt, spelt, 1),
+        ("another", spelt, 2),
+    ]
+    assert not in_flight and all(each.timeout == 5.0 for each in completed)
 
 
 def test_functions_of_mxnet():

@@ -1,8 +1,6 @@
 // What Python calls for routes to other processes, and for its own waits. Errors become texts here,
 // as no exception may leave a C function.
-#include <algorithm>
 #include <atomic>
-#include <iterator>
 #include <locale>
 #include <memory>
 #include <sstream>
@@ -48,18 +46,16 @@ SBN_API(void, gluon_syncbn_unlock_calls, (ConnectionPtr* connection)) {
   (*connection)->calls.unlock();
 }
 
-// The entries of InFlightExchanges, each of which ends with ASCII's record separator. Its unit
-// separator is between their fields, of which the last is the user's text, without the former.
+// The entries of InFlightExchanges: a line of numbers, of which the last two are the bytes of the
+// key and the title, and then both, which may hold any character.
 SBN_API(const char*, gluon_syncbn_in_flight, (ConnectionPtr* connection)) {
   std::ostringstream text;
   text.imbue(std::locale::classic());
   text.precision(17);
   for (const auto& entry : (*connection)->in_flight.entries()) {
-    text << entry.open << '\x1f' << entry.key << '\x1f' << entry.number << '\x1f'
-         << entry.timeout_seconds << '\x1f' << entry.since << '\x1f';
-    std::replace_copy(entry.title.begin(), entry.title.end(), std::ostream_iterator<char>(text),
-                      '\x1e', ' ');
-    text << '\x1e';
+    text << entry.open << ' ' << entry.number << ' ' << entry.timeout_seconds << ' ' << entry.since
+         << ' ' << entry.key.size() << ' ' << entry.title.size() << '\n'
+         << entry.key << entry.title;
   }
   text_for_python = text.str();
   return text_for_python.c_str();
